@@ -1,0 +1,108 @@
+"""What on-policy agents share: the rollout, the values of cut episodes, episode statistics."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import Array
+
+from rljax.envs import TimeStep, VectorEnvironment
+from rljax.networks import Policy
+
+
+@struct.dataclass
+class Trajectory:
+    """``T`` steps of ``B`` environments.
+
+    Attributes:
+      timesteps: ``[T + 1, B]``; step t acts on ``timesteps[t]`` and leads to ``timesteps[t + 1]``, which holds its reward,
+        flags and ``next_observation``. Observations are raw: the agent applies its ``view``.
+      samples: ``[T, B, ...]``, draws in the coordinates of the policy's distribution.
+      carries: ``[T + 1, B, ...]``, the policy's carry before each step; ``()`` if it is feed-forward.
+    """
+
+    timesteps: TimeStep
+    samples: Array
+    carries: Any
+
+    @property
+    def transitions(self) -> TimeStep:
+        """``[T, B]``: what each step led to."""
+        return jax.tree.map(lambda x: x[1:], self.timesteps)
+
+
+def rollout(
+    policy: Policy,
+    envs: VectorEnvironment,
+    params: Any,
+    world: tuple[Any, TimeStep, Any],
+    key: Array,
+    num_steps: int,
+    view: Callable[[TimeStep], TimeStep] = lambda timestep: timestep,
+) -> tuple[tuple[Any, TimeStep, Any], Trajectory]:
+    """Samples ``num_steps`` steps of every environment with a fixed policy.
+
+    Args:
+      world: ``(environment state, time step, carry)``, where the last rollout stopped.
+      view: what the policy sees of a time step (normalised observations).
+
+    Returns:
+      ``(world, Trajectory)``.
+    """
+
+    def step(world, key):
+        env_state, timestep, carry = world
+        sample_key, env_key = jax.random.split(key)
+        next_carry, output = policy.step(params, carry, view(timestep))
+        sample = output.distribution.sample(sample_key)
+        env_state, next_timestep = envs.step(env_key, env_state, output.distribution.to_action(sample))
+        return (env_state, next_timestep, next_carry), (sample, next_timestep, next_carry)
+
+    final, (samples, timesteps, carries) = jax.lax.scan(step, world, jax.random.split(key, num_steps))
+    first = (world[1], world[2])
+    timesteps, carries = jax.tree.map(lambda x, xs: jnp.concatenate([x[None], xs]), first, (timesteps, carries))
+    return final, Trajectory(timesteps, samples, carries)
+
+
+def next_values(policy: Policy, params: Any, trajectory: Trajectory, values: Array) -> Array:
+    """V of the state that each step led to, before any reset: ``[T, B]``, from ``values`` ``[T + 1, B]`` of ``timesteps``.
+
+    Inside an episode that is ``values[t + 1]``. Where the episode was truncated, ``timesteps[t + 1]`` belongs to the next one,
+    so ``next_observation`` is evaluated: one batch of ``B`` for the first cut of every environment, one for the second, and so
+    on, which is none at all for most rollouts. Where it terminated, the entry has no meaning (its bootstrap is zero).
+    """
+    transitions = trajectory.transitions
+    columns = jnp.arange(values.shape[1])
+
+    def evaluate(loop):
+        result, pending = loop
+        row = jnp.argmax(pending, axis=0)
+        cut, carry = jax.tree.map(lambda x: x[row, columns], (transitions, trajectory_carries))
+        no = jnp.zeros_like(cut.terminated)
+        cut = cut.replace(observation=cut.next_observation, terminated=no, truncated=no)
+        value = policy.step(params, carry, cut)[1].value
+        value = jnp.where(pending[row, columns], value, result[row, columns])
+        return result.at[row, columns].set(value), pending.at[row, columns].set(False)
+
+    trajectory_carries = jax.tree.map(lambda x: x[1:], trajectory.carries)
+    pending = transitions.truncated & ~transitions.terminated
+    return jax.lax.while_loop(lambda loop: jnp.any(loop[1]), evaluate, (values[1:], pending))[0]
+
+
+def episode_metrics(transitions: TimeStep) -> dict[str, Any]:
+    """``(sum, count)`` pairs over the episodes that ended in ``transitions`` ``[T, B]``, each counted once."""
+    done = transitions.done
+    count = done.sum()
+
+    def over_ended(x):
+        return jnp.where(done, x.astype(jnp.float32), 0.0).sum(), count
+
+    returns = transitions.info["episode_return"]
+    return {
+        "episode/return": over_ended(returns),
+        "episode/return_square": over_ended(jnp.square(returns)),
+        "episode/length": over_ended(transitions.info["episode_length"]),
+        "episode/truncated": over_ended(transitions.truncated & ~transitions.terminated),
+    }

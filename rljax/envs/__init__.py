@@ -1,0 +1,27 @@
+"""The MDP contract, adapters and wrappers."""
+
+from rljax.envs.base import Environment, TimeStep, check, restart, transition
+from rljax.envs.registry import env_names, env_parameters, make_env, register_env
+from rljax.envs.spaces import Box, Discrete, MultiDiscrete, Space
+from rljax.envs.vector import VectorEnvironment, group, vectorize
+from rljax.envs.wrappers import TimeLimit
+
+__all__ = [
+    "Box",
+    "Discrete",
+    "Environment",
+    "MultiDiscrete",
+    "Space",
+    "TimeLimit",
+    "TimeStep",
+    "VectorEnvironment",
+    "check",
+    "env_names",
+    "env_parameters",
+    "group",
+    "make_env",
+    "register_env",
+    "restart",
+    "transition",
+    "vectorize",
+]

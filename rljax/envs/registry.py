@@ -1,0 +1,118 @@
+"""Names to environments: gymnax's own names, ``brax/<name>``, ``module:attribute``, and whatever users register."""
+
+import difflib
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from rljax.envs.base import Environment, check
+from rljax.envs.wrappers import TimeLimit
+
+_registered: dict[str, Callable[..., Environment]] = {}
+
+
+def register_env(name: str, factory: Callable[..., Environment]) -> None:
+    """Makes ``factory(**env_params)`` available as ``make_env(name, **env_params)`` and ``env = "name"`` in a config.
+
+    Raises:
+      ValueError: the name is taken.
+    """
+    if name in env_names():
+        raise ValueError(f"environment {name!r} exists already; choose another name")
+    _registered[name] = factory
+
+
+def env_names() -> list[str]:
+    """Every name that `make_env` knows, ``module:attribute`` apart."""
+    from rljax.envs import brax, gymnax
+
+    return [*gymnax.names(), *(f"brax/{name}" for name in brax.names()), *_registered]
+
+
+def env_parameters(name: str) -> dict[str, Any]:
+    """Keyword arguments that `make_env` takes for ``name``, and their defaults.
+
+    Raises:
+      ValueError: an unknown name.
+    """
+    from rljax.envs import brax, gymnax
+
+    factory = _factory(name)
+    if factory is not None:
+        signature = inspect.signature(factory).parameters.values()
+        return {p.name: None if p.default is p.empty else p.default for p in signature if p.kind != p.VAR_KEYWORD}
+    if name.startswith("brax/") and name[5:] in brax.names():
+        return brax.parameters(name[5:])
+    if name in gymnax.names():
+        return gymnax.parameters(name)
+    if name in gymnax.EXCLUDED:
+        raise ValueError(f"env {name!r} is left out: it {gymnax.EXCLUDED[name]}")
+    raise ValueError(f"unknown env {name!r}{did_you_mean(name, env_names())}; `rljax list` shows all")
+
+
+def make_env(name: str, *, time_limit: int | None = None, **kwargs: Any) -> Environment:
+    """Makes one environment.
+
+    Args:
+      name: a gymnax name (``"CartPole-v1"``), ``"brax/ant"``, a registered name, or ``"package.module:attribute"`` /
+        ``"path/file.py:attribute"`` for a callable of the user's own that returns an environment.
+      time_limit: truncates episodes after this many steps, on top of the environment's own limit.
+      **kwargs: the environment's parameters; `env_parameters` lists them. Numbers may be traced.
+
+    Raises:
+      ValueError: an unknown name or parameter, with the nearest ones.
+      TypeError: a user's environment that breaks the contract.
+    """
+    from rljax.envs import brax, gymnax
+
+    known = env_parameters(name)
+    factory = _factory(name)
+    takes_any = factory is not None and any(
+        p.kind == p.VAR_KEYWORD for p in inspect.signature(factory).parameters.values()
+    )
+    for key in kwargs:
+        if key not in known and not takes_any:
+            raise ValueError(f"unknown key env_params.{key} for {name}{did_you_mean(key, [*known, 'time_limit'])}")
+    if factory is not None:
+        env = factory(**kwargs)
+        check(env, name)
+    elif name.startswith("brax/"):
+        env = brax.make(name[5:], **kwargs)
+    else:
+        env = gymnax.make(name, **kwargs)
+    return env if time_limit is None else TimeLimit(env, time_limit)
+
+
+def did_you_mean(word: str, options: list[str]) -> str:
+    """``"; did you mean 'x' or 'y'?"``, or nothing where no option is near."""
+    by_lower = {option.lower(): option for option in options}
+    near = [by_lower[match] for match in difflib.get_close_matches(word.lower(), by_lower, n=3, cutoff=0.55)]
+    near = near or [option for option in options if word.lower() in option.lower()][:3]
+    return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+
+
+def _factory(name: str) -> Callable[..., Environment] | None:
+    if name in _registered or ":" not in name:
+        return _registered.get(name)
+    module_name, attribute = name.split(":", 1)
+    if module_name.endswith(".py"):
+        path = os.path.abspath(module_name)
+        if not os.path.exists(path):
+            raise ValueError(f"env {name!r}: no file {module_name}")
+        module_name = os.path.splitext(os.path.basename(path))[0]
+        search = os.path.dirname(path)
+    else:
+        search = os.getcwd()
+    sys.path.insert(0, search)
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"env {name!r}: {error}") from error
+    finally:
+        sys.path.remove(search)
+    if not hasattr(module, attribute):
+        raise ValueError(f"env {name!r}: {module_name} has no {attribute!r}{did_you_mean(attribute, dir(module))}")
+    return getattr(module, attribute)

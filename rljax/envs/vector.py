@@ -1,0 +1,143 @@
+"""Many copies of one environment side by side, with auto-reset, groups and episode statistics."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import Array
+
+from rljax.envs.base import Environment, TimeStep
+from rljax.envs.spaces import Space
+
+
+@struct.dataclass
+class VectorState:
+    """State of `VectorEnvironment`; every leaf but ``pool`` starts with the axis ``[N]``.
+
+    Attributes:
+      env: the copies' own states.
+      reset_key: typed PRNG keys; with ``episode`` they fix each copy's start states for good.
+      episode: int32, how many episodes this copy has begun, less one.
+      episode_return: float32, undiscounted sum of the rewards since the last reset.
+      episode_length: int32, steps since the last reset.
+      pool: ``(env state, TimeStep)`` ``[K, ...]`` to reset from, or None.
+    """
+
+    env: Any
+    reset_key: Array
+    episode: Array
+    episode_return: Array
+    episode_length: Array
+    pool: Any
+
+
+def _where(condition: Array, a: Any, b: Any) -> Any:
+    """``a`` where ``condition`` ``[N]``, else ``b``, leaf by leaf ``[N, ...]``; typed keys included."""
+    return jax.tree.map(lambda x, y: jnp.where(condition.reshape(condition.shape + (1,) * (x.ndim - 1)), x, y), a, b)
+
+
+class VectorEnvironment:
+    """``num_envs`` copies of ``env``; made by `vectorize` and `group`.
+
+    A copy whose episode ended is reset within the same step: the returned ``observation`` and ``action_mask`` are the new
+    episode's, and the flags, ``reward`` and ``next_observation`` the old one's. ``info["episode_return"]`` and
+    ``info["episode_length"]`` cover the episode up to and with this step; where ``timestep.done`` they are final, and each
+    finished episode shows up there exactly once.
+    """
+
+    def __init__(self, env: Environment, num_envs: int, group_size: int, reset_pool: int):
+        self.env = env
+        self.num_envs = num_envs
+        self._group_size = group_size
+        self._reset_pool = reset_pool
+
+    @property
+    def observation_space(self) -> Space:
+        """Space of one copy."""
+        return self.env.observation_space
+
+    @property
+    def action_space(self) -> Space:
+        """Space of one copy."""
+        return self.env.action_space
+
+    def reset(self, key: Array) -> tuple[VectorState, TimeStep]:
+        """Starts every copy; ``(state, timestep [N])``."""
+        pool_key, env_key = jax.random.split(key)
+        pool = None
+        if self._reset_pool:
+            pool = jax.vmap(self.env.reset)(jax.random.split(pool_key, self._reset_pool))
+        keys = jax.random.split(env_key, self.num_envs // self._group_size)
+        keys = jnp.repeat(keys, self._group_size, axis=0)
+        episode = jnp.zeros(self.num_envs, jnp.int32)
+        env_state, timestep = self._start(pool, keys, episode)
+        state = VectorState(env_state, keys, episode, jnp.zeros(self.num_envs), episode, pool)
+        return state, self._with_statistics(timestep, state.episode_return, state.episode_length)
+
+    def step(self, key: Array, state: VectorState, action: Array) -> tuple[VectorState, TimeStep]:
+        """One step of every copy, ``action [N, ...]``; ``(state, timestep [N])``."""
+        keys = jax.random.split(key, self.num_envs)
+        env_state, timestep = jax.vmap(self.env.step)(keys, state.env, action)
+        done = timestep.done
+        episode_return = state.episode_return + timestep.reward
+        episode_length = state.episode_length + 1
+        episode = state.episode + done
+        new_state, new = self._start(state.pool, state.reset_key, episode)
+        timestep = timestep.replace(
+            observation=_where(done, new.observation, timestep.observation),
+            action_mask=_where(done, new.action_mask, timestep.action_mask),
+        )
+        state = state.replace(
+            env=_where(done, new_state, env_state),
+            episode=episode,
+            episode_return=jnp.where(done, 0.0, episode_return),
+            episode_length=jnp.where(done, 0, episode_length),
+        )
+        return state, self._with_statistics(timestep, episode_return, episode_length)
+
+    def _start(self, pool: Any, reset_key: Array, episode: Array) -> tuple[Any, TimeStep]:
+        """The first state of each copy's episode number ``episode``: the same for all members of a group."""
+        keys = jax.vmap(jax.random.fold_in)(reset_key, episode)
+        if pool is None:
+            return jax.vmap(self.env.reset)(keys)
+        index = jax.vmap(lambda k: jax.random.randint(k, (), 0, self._reset_pool))(keys)
+        return jax.tree.map(lambda x: x[index], pool)
+
+    @staticmethod
+    def _with_statistics(timestep: TimeStep, episode_return: Array, episode_length: Array) -> TimeStep:
+        return timestep.replace(
+            info={**timestep.info, "episode_return": episode_return, "episode_length": episode_length}
+        )
+
+
+def vectorize(env: Environment, num_envs: int, reset_pool: int | None = None) -> VectorEnvironment:
+    """``num_envs`` independent copies of ``env`` with auto-reset.
+
+    Args:
+      env: one environment.
+      num_envs: how many copies.
+      reset_pool: draw this many start states once and pick from them at random, which pays where a reset costs as much as
+        many steps; 0 draws each start state afresh; None takes the environment's own ``reset_pool``, or 0.
+
+    Raises:
+      ValueError: ``num_envs`` below 1.
+    """
+    return group(env, num_envs, 1, reset_pool)
+
+
+def group(env: Environment, n_groups: int, group_size: int, reset_pool: int | None = None) -> VectorEnvironment:
+    """``n_groups * group_size`` copies; the ``k``-th episode of every member of a group starts from the same state.
+
+    Members are adjacent, so ``x.reshape(n_groups, group_size, ...)`` splits a batch into groups. They share the start, not
+    what happens next: each copy steps with a key of its own.
+
+    Raises:
+      ValueError: a size below 1.
+    """
+    for name, size in (("num_envs", n_groups), ("group_size", group_size)):
+        if size < 1:
+            raise ValueError(f"{name} must be at least 1, got {size}")
+    if reset_pool is None:
+        reset_pool = getattr(env, "reset_pool", 0)
+    return VectorEnvironment(env, n_groups * group_size, group_size, int(reset_pool or 0))

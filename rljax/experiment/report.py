@@ -1,0 +1,638 @@
+"""What a run directory says to a reader: its summary, its learning curve, and one self-contained HTML page.
+
+Everything here is read back from the files of the run (`config.toml`, `run.json`, `metrics.jsonl`, `samples/`), so a
+report can be made of a run that is still going, was killed, or was made on another machine. The unit of evidence is
+the seed: every mean, interval and range is over seeds, each of which is already a mean over evaluation episodes.
+"""
+
+import base64
+import functools
+import io
+import json
+import math
+import os
+import re
+import shlex
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rljax.experiment.statistics import bootstrap_interval, iqm
+
+EVALUATION, TRAINING = "eval/return", "episode/return"
+ENOUGH_SEEDS = 5
+BAND_RESAMPLES = 2_000
+# Okabe and Ito's colours, told apart by readers with any colour vision; their yellow is too faint on white.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+DASHES = ("-", "--", "-.", ":")
+# Health metrics in the order a reader checks them; any others that a run logs follow in alphabetical order.
+HEALTH = ("entropy", "kl", "clip_fraction", "explained_variance", "grad_norm", "loss/policy", "loss/value")
+HEALTH += ("episode/length",)
+RESULTS = ["setting", "seeds", "IQM", "95% interval", "mean", "range"]
+DETAILS = ("return_std", "length", "episodes", "unfinished")  # of an evaluation, beside its return
+CITATION_TITLE = "rljax: reinforcement learning research in JAX"
+
+
+# Reading
+
+
+@dataclass(frozen=True)
+class Run:
+    """The files of one run: `config` is the text of config.toml, `info` is run.json, `rows` are metrics.jsonl."""
+
+    path: Path
+    config: str
+    info: dict[str, Any]
+    rows: list[dict[str, Any]]
+
+
+def read_run(path: str | Path) -> Run:
+    """Read a run directory.
+
+    A last line of metrics.jsonl that a kill cut short is left out. Raises FileNotFoundError where a file is missing
+    and ValueError where one cannot be read; each names the file, and the line.
+    """
+    path = Path(path)
+    for name in ("config.toml", "run.json", "metrics.jsonl"):
+        if not (path / name).is_file():
+            raise FileNotFoundError(f"{path / name}: no such file; is {path} a run directory?")
+    try:
+        info = json.loads((path / "run.json").read_bytes())
+        if missing := {"name", "config_hash", "env", "agent", "lanes"}.difference(info):
+            raise ValueError(f"no {', '.join(sorted(missing))}")
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path / 'run.json'}: not a run's description ({error})") from None
+    rows = []
+    *lines, last = (path / "metrics.jsonl").read_bytes().split(b"\n")
+    for number, line in enumerate([*lines, last] if last else lines, 1):
+        try:
+            row = json.loads(line)
+            if not {"step", "lane"} <= row.keys():
+                raise ValueError
+            rows.append(row)
+        except (ValueError, AttributeError):
+            if number <= len(lines):  # it has its newline, so was written whole
+                raise ValueError(f"{path / 'metrics.jsonl'}, line {number}: not a row of metrics") from None
+    return Run(path, (path / "config.toml").read_text(encoding="utf-8"), info, rows)
+
+
+def _series(run: Run, key: str) -> dict[int, np.ndarray]:
+    """{lane: [points, 2] of (step, value)} in the order of steps; values that are null or not finite are left out."""
+    points: dict[int, list[tuple[float, float]]] = {}
+    for row in run.rows:
+        value = row.get(key)
+        if isinstance(value, int | float) and math.isfinite(value):
+            points.setdefault(row["lane"], []).append((row["step"], value))
+    return {lane: np.array(sorted(pairs), np.float64) for lane, pairs in points.items()}
+
+
+# The summary
+
+
+def _settings(info: dict[str, Any]) -> list[tuple[str, dict[str, Any], list[dict[str, Any]]]]:
+    """(label, swept values, lanes) of each combination of swept values; a lane is one seed of it."""
+    swept = list(info.get("sweep") or {})
+    short = [key.rpartition(".")[2] for key in swept]
+    names = short if len(set(short)) == len(short) else swept
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for lane in info["lanes"]:
+        groups.setdefault(json.dumps([lane.get(key) for key in swept]), []).append(lane)
+    settings = []
+    for lanes in groups.values():
+        values = {key: lanes[0].get(key) for key in swept}
+        shown = [f"{value:g}" if isinstance(value, float) else str(value) for value in values.values()]
+        label = ", ".join(f"{name}={value}" for name, value in zip(names, shown, strict=True))
+        settings.append((label or info["agent"], values, lanes))
+    return settings
+
+
+def _final_rows(run: Run, metric: str) -> dict[int, dict[str, Any]]:
+    """{lane: the row that its final score is read from}.
+
+    An evaluation's row counts even where its return is null: that is a seed that went wrong, and must be named. A
+    training return is null whenever no episode happened to finish, so the last that is not is used.
+    """
+    rows: dict[int, dict[int, dict[str, Any]]] = {}
+    for row in run.rows:
+        if metric in row and (metric == EVALUATION or row[metric] is not None):
+            rows.setdefault(row["lane"], {})[row["step"]] = row
+    if metric == TRAINING:
+        return {lane: of[max(of)] for lane, of in rows.items()}
+    gone = {entry["lane"] for entry in run.info.get("failed") or []}
+    # Of a run killed between two lanes' rows, the last step that every seed has reached.
+    step = min((max(of) for lane, of in rows.items() if lane not in gone), default=None)
+    return {lane: of[step] for lane, of in rows.items() if step in of}
+
+
+def _spread(seeds: int) -> str:
+    if seeds >= ENOUGH_SEEDS:
+        return "established"
+    return f"spread not established: {seeds} seed{'' if seeds == 1 else 's'}, five or more are needed"
+
+
+def _summarize_lanes(lanes: list[dict], metric: str, finals: dict[int, dict], failed: dict[int, dict]) -> dict:
+    kept, lost = [], []
+    for lane in lanes:
+        name = {"seed": lane["seed"], "lane": lane["lane"]}
+        row = finals.get(lane["lane"], {})
+        score = row.get(metric)
+        if entry := failed.get(lane["lane"]):
+            lost.append({**name, "step": entry.get("step"), "reason": entry.get("reason") or "failed"})
+        elif score is None or not math.isfinite(score):
+            reason = f"{metric} is not finite" if row else f"no {metric} recorded"
+            lost.append({**name, "step": row.get("step"), "reason": reason})
+        else:
+            of = {key: row.get(f"eval/{key}") for key in DETAILS} if metric == EVALUATION else {}
+            kept.append({**name, "step": row["step"], "return": float(score), **of})
+    scores = np.array([seed["return"] for seed in kept])
+    low, high = bootstrap_interval(scores) if len(kept) > 1 else (None, None)
+    centre = {"iqm": iqm, "mean": np.mean, "min": np.min, "max": np.max}
+    numbers = {name: float(function(scores)) if kept else None for name, function in centre.items()}
+    return {**numbers, "low": low, "high": high, "spread": _spread(len(kept)), "seeds": kept, "failed": lost}
+
+
+def _summarize(run: Run) -> dict[str, Any]:
+    info = run.info
+    metric = EVALUATION if any(EVALUATION in row for row in run.rows) else TRAINING
+    finals, failed = _final_rows(run, metric), {entry["lane"]: entry for entry in info.get("failed") or []}
+    settings = [
+        {"label": label, "values": values, **_summarize_lanes(lanes, metric, finals, failed)}
+        for label, values, lanes in _settings(info)
+    ]
+    scored = [setting for setting in settings if setting["iqm"] is not None]
+    kept = ("steps_asked", "steps_done", "wall_seconds", "compile_seconds", "steps_per_second", "command", "random")
+    return {
+        **{key: info.get(key) for key in ("name", "config_hash", "env", "agent", "status")},
+        "metric": metric,
+        "note": None if metric == EVALUATION else "no evaluation rows: each seed's last training return stands in",
+        "settings": settings,
+        "best": max(scored, key=lambda setting: setting["iqm"])["label"] if scored and len(settings) > 1 else None,
+        "spread": _spread(min((len(setting["seeds"]) for setting in settings), default=0)),
+        **{key: info.get(key) for key in kept},
+    }
+
+
+def summarize(path: str | Path) -> dict[str, Any]:
+    """The summary of a run, ready for JSON: what is not defined is None, never NaN.
+
+    Each of its `settings` (one a combination of swept values) has `iqm`, `low`, `high` (95% bootstrap interval over
+    seeds; None with one seed), `mean`, `min`, `max`, `spread`, the `seeds` that count, and the `failed` ones by name.
+    """
+    return _summarize(read_run(path))
+
+
+def write_summary(path: str | Path) -> dict[str, Any]:
+    """Write `summary.json` into the run directory and return what it holds."""
+    summary = summarize(path)
+    _write(Path(path) / "summary.json", (json.dumps(summary, indent=2, allow_nan=False) + "\n").encode())
+    return summary
+
+
+def _write(path: Path, data: bytes) -> Path:
+    """Write a file whole or not at all: a reader never sees half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_bytes(data)
+    os.replace(temporary, path)
+    return path
+
+
+# Words and numbers
+
+
+def _numbers(values: Iterable[float | None]) -> Callable[[float | None], str]:
+    """A formatter with as many decimals as the largest of `values` needs for four digits, so that columns line up."""
+    largest = max((abs(value) for value in values if value is not None), default=0.0)
+    decimals = min(max(3 - math.floor(math.log10(largest)), 0), 3) if largest else 1
+    return lambda value: "n/a" if value is None else f"{value:,.{decimals}f}"
+
+
+def _count(value: float | None) -> str:
+    return "n/a" if value is None else f"{value:,.0f}"
+
+
+def _duration(seconds: float | None) -> str:
+    if seconds is None:
+        return "n/a"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes = round(seconds / 60) if seconds >= 3600 else int(seconds // 60)
+    return f"{minutes // 60} h {minutes % 60:02d} min" if minutes >= 60 else f"{minutes} min {int(seconds % 60):02d} s"
+
+
+def _result_rows(settings: Sequence[dict]) -> list[list[str]]:
+    """A row a setting: label, seeds, IQM, interval, mean, range."""
+    number = _numbers(setting[key] for setting in settings for key in ("min", "max"))
+    rows = []
+    for setting in settings:
+        used, asked = len(setting["seeds"]), len(setting["seeds"]) + len(setting["failed"])
+        interval = "n/a" if setting["low"] is None else f"[{number(setting['low'])}, {number(setting['high'])}]"
+        span = f"{number(setting['min'])} to {number(setting['max'])}" if used else "n/a"
+        seeds = str(used) if used == asked else f"{used} of {asked}"
+        rows.append([setting["label"], seeds, number(setting["iqm"]), interval, number(setting["mean"]), span])
+    return rows
+
+
+def _random_line(random: dict | None, settings: Sequence[dict]) -> str:
+    if not random or random.get("return") is None:
+        return "not measured"
+    number = _numbers([random["return"], *(setting[key] for setting in settings for key in ("min", "max"))])
+    spread = "" if random.get("std") is None else f" \N{PLUS-MINUS SIGN} {number(random['std'])}"
+    return f"{number(random['return'])}{spread} over {_count(random.get('episodes'))} episodes"
+
+
+def _facts(summary: dict) -> list[tuple[str, str]]:
+    """(name, sentence) pairs that belong under the table of results, on the terminal and on the page."""
+    settings = summary["settings"]
+    seeds = [seed for setting in settings for seed in setting["seeds"]]
+    at = f" at step {_count(max(seed['step'] for seed in seeds))}" if seeds else ""
+    facts = [("score", f"{summary['metric']}{at}; IQM and 95% bootstrap interval over seeds")]
+    if summary["best"] is not None:
+        text = f"{summary['best']}: highest IQM of {len(settings)} settings, picked on these same seeds, so optimistic"
+        facts.append(("best", text))
+    facts += [("note", summary["note"])] if summary["note"] else []
+    facts.append(("random", _random_line(summary["random"], settings)))
+    for setting in settings:
+        where = f" ({setting['label']})" if len(settings) > 1 else ""
+        for lost in setting["failed"]:
+            at = "" if lost["step"] is None else f" at step {_count(lost['step'])}"
+            facts.append(("failed", f"seed {lost['seed']}{where}{at}: {lost['reason']}"))
+    facts += [] if any(setting["failed"] for setting in settings) else [("failed", "none")]
+    if unfinished := sum(seed.get("unfinished") or 0 for seed in seeds):
+        episodes = sum(seed.get("episodes") or 0 for seed in seeds)
+        facts.append(("unfinished", f"{_count(unfinished)} of {_count(episodes)} evaluation episodes did not end"))
+    if summary["spread"] != "established":
+        facts.append(("spread", summary["spread"].removeprefix("spread ")))
+    return facts
+
+
+def _costs(summary: dict) -> list[tuple[str, str]]:
+    wall, compiling = _duration(summary["wall_seconds"]), _duration(summary["compile_seconds"])
+    return [
+        ("steps", f"{_count(summary['steps_asked'])} asked, {_count(summary['steps_done'])} done, per seed"),
+        ("time", f"{wall} wall, of which {compiling} compiling"),
+        ("speed", f"{_count(summary['steps_per_second'])} steps/s over all lanes"),
+        ("reproduce", summary["command"] or "n/a"),
+    ]
+
+
+def summary_text(summary: dict[str, Any]) -> str:
+    """The summary as the terminal prints it at the end of a run."""
+    table = [RESULTS, *_result_rows(summary["settings"])]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = [f"{_title(summary)}   {_run_id(summary)}   {summary['status']}", ""]
+    for label, *cells in table:
+        numbers = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
+        lines.append("   ".join([f"{'*' if label == summary['best'] else ' '} {label:<{widths[0]}}", *numbers]))
+    facts = [f"  {name:<10}   {text}" for name, text in _facts(summary) + _costs(summary)]
+    return "\n".join([*lines, "", *facts])
+
+
+def _title(info: dict) -> str:
+    return f"{info['agent']} on {info['env']}"
+
+
+def _run_id(info: dict) -> str:
+    return f"{info.get('name')}/{info.get('config_hash')}"
+
+
+# Figures
+
+
+class _Curve(NamedTuple):
+    """One setting in a plot: a [points, 2] array of (step, value) for each seed, failed seeds apart."""
+
+    label: str
+    seeds: list[np.ndarray]
+    failed: list[np.ndarray]
+
+
+def _curves(run: Run, settings: Iterable[dict], key: str) -> list[_Curve]:
+    """A curve for each of a summary's settings; none where no seed of theirs has this metric."""
+    series = _series(run, key)
+    split = [
+        [[series[seed["lane"]] for seed in setting[part] if seed["lane"] in series] for part in ("seeds", "failed")]
+        for setting in settings
+    ]
+    curves = [_Curve(setting["label"], *parts) for setting, parts in zip(settings, split, strict=True)]
+    return curves if any(curve.seeds or curve.failed for curve in curves) else []
+
+
+@functools.lru_cache(maxsize=65_536)
+def _band(scores: tuple[float, ...]) -> tuple[float, float]:
+    return bootstrap_interval(scores, resamples=BAND_RESAMPLES)
+
+
+def _aggregate(seeds: list[np.ndarray], points: int = 100) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Up to `points` of the steps that any seed has, and at each of them the seeds' values.
+
+    Seeds are evaluated at the same steps. Training returns come when episodes end, so a seed without one at a step
+    is interpolated between its neighbours; before its first and after its last it is not there.
+    """
+    steps = np.unique(np.concatenate([seed[:, 0] for seed in seeds]))
+    steps = steps[np.unique(np.linspace(0, len(steps) - 1, points).round().astype(int))]
+    table = np.stack([np.interp(steps, *seed.T, left=np.nan, right=np.nan) for seed in seeds], axis=1)
+    return steps, [row[~np.isnan(row)] for row in table]
+
+
+def _thin(curves: Sequence[_Curve]) -> bool:
+    """Whether to draw each seed: not where there is one, nor in a crowd."""
+    return len(curves) <= 4 and any(len(curve.seeds) > 1 for curve in curves)
+
+
+def _draw(ax: Any, curves: Sequence[_Curve], health: bool = False) -> None:
+    """Draw curves; those of health have no band, and failed seeds, whose last values may be huge, don't set the scale."""
+    styles = [(COLOURS[i % len(COLOURS)], DASHES[i // len(COLOURS) % len(DASHES)]) for i in range(len(curves))]
+    for curve, (colour, dash) in zip(curves, styles, strict=True):
+        if not curve.seeds:
+            continue
+        for seed in curve.seeds if _thin(curves) else []:
+            ax.plot(*seed.T, color=colour, linewidth=0.6, alpha=0.35)
+        steps, scores = _aggregate(curve.seeds)
+        if not health:
+            low, high = np.array([_band(tuple(row)) for row in scores]).T
+            ax.fill_between(steps, low, high, color=colour, alpha=0.18, linewidth=0)
+        ax.plot(steps, [iqm(row) for row in scores], color=colour, linewidth=1.8, linestyle=dash, label=curve.label)
+    limits = ax.get_ylim()
+    for curve, (colour, _) in zip(curves, styles, strict=True):
+        for seed in curve.failed:
+            ax.plot(*seed.T, color=colour, linewidth=0.9, linestyle=":", marker="x", markersize=4, markevery=[-1])
+    if health and any(curve.seeds for curve in curves):
+        ax.set_ylim(limits)
+    ax.set_xlim(left=0)
+
+
+def _figure(rows: int, columns: int, width: float, height: float, sharey: bool = False) -> tuple[Any, list[Any]]:
+    """A figure of its own (no pyplot, so no state is shared) and its axes, quietly styled."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
+
+    figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    axes = list(figure.subplots(rows, columns, sharey=sharey, squeeze=False).flat)
+    for ax in axes:
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.spines[["left", "bottom"]].set_color("#888888")
+        ax.grid(color="#e6e6e6", linewidth=0.6)
+        ax.set_axisbelow(True)
+        ax.tick_params(labelsize=8, color="#888888")
+        ax.xaxis.set_major_formatter(EngFormatter(sep=""))
+        ax.margins(x=0.01)
+    return figure, axes
+
+
+def _legend(figure: Any, axes: Any) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    if len(labels) > 1:
+        columns = max(1, min(len(labels), 100 // (max(map(len, labels)) + 8)))
+        figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
+
+
+def _png(figure: Any) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=160 if figure.get_figwidth() > 6 else 200)
+    return buffer.getvalue()
+
+
+def _caption(curves: Sequence[_Curve]) -> str:
+    counts = [len(curve.seeds) for curve in curves]
+    few, many = min(counts), max(counts)
+    text = f"IQM over {few if few == many else f'{few} to {many}'} seed{'' if many == 1 else 's'}"
+    text += ", 95% bootstrap interval" if many > 1 else ""
+    text += "; thin: single seeds" if _thin(curves) else ""
+    text += "; \N{MULTIPLICATION SIGN}: a failed seed" if any(curve.failed for curve in curves) else ""
+    return text + ("; spread not established" if few < ENOUGH_SEEDS else "")
+
+
+def _learning_curve(
+    panels: Sequence[tuple[str, Sequence[_Curve]]], random: dict | None, title: str = "", width: float = 10.0
+) -> bytes:
+    """A panel for each (metric, curves) pair, side by side on one scale, with the random policy's return dashed."""
+    figure, axes = _figure(1, len(panels), width, 4.0, sharey=True)
+    grey = {"fontsize": 7.5, "color": "#555555", "textcoords": "offset points"}
+    for ax, (metric, curves) in zip(axes, panels, strict=True):
+        _draw(ax, curves)
+        if random and random.get("return") is not None:
+            ax.axhline(random["return"], color="#555555", linewidth=1.0, linestyle=(0, (5, 3)))
+            place = {"xycoords": ax.get_yaxis_transform(), "ha": "right"}
+            ax.annotate("random policy", (1.0, random["return"]), (-2, 3), **place, **grey)
+        ax.set_xlabel("environment steps per seed", fontsize=9)
+        ax.set_ylabel(f"{'evaluation' if metric == EVALUATION else 'training'} return per episode", fontsize=9)
+    axes[0].set_title(title, loc="left", fontsize=11, fontweight="bold", pad=20)
+    axes[0].annotate(_caption(panels[0][1]), (0, 1), (0, 6), xycoords="axes fraction", **grey).set_in_layout(False)
+    _legend(figure, axes[0])
+    return _png(figure)
+
+
+def write_curve(path: str | Path) -> Path | None:
+    """Write `curve.png`, return against environment steps, into the run directory; None where there is no return."""
+    run = read_run(path)
+    summary = _summarize(run)
+    curves = _curves(run, summary["settings"], summary["metric"])
+    if not curves:
+        return None
+    image = _learning_curve([(summary["metric"], curves)], summary["random"], _title(summary), width=6.0)
+    return _write(run.path / "curve.png", image)
+
+
+def _health_grid(run: Run, summary: dict) -> bytes | None:
+    """Every other metric of the run, a small panel each."""
+    known = {"step", "lane", "seed", TRAINING, "episode/count", *(run.info.get("sweep") or {})}
+    logged = {key for row in run.rows for key in row if key not in known and not key.startswith("eval/")}
+    keys = [key for key in HEALTH if key in logged] + sorted(logged.difference(HEALTH))
+    panels = [(key, curves) for key in keys if (curves := _curves(run, summary["settings"], key))]
+    if not panels:
+        return None
+    columns = 3
+    rows = -(-len(panels) // columns)
+    figure, axes = _figure(rows, columns, 10.0, 2.1 * rows + 0.4)
+    for ax, (key, curves) in zip(axes, panels, strict=False):
+        _draw(ax, curves, health=True)
+        ax.set_title(key, loc="left", fontsize=9)
+    for index, ax in enumerate(axes):
+        if index >= len(panels):
+            ax.remove()
+        elif index >= len(panels) - columns:  # the lowest in its column
+            ax.set_xlabel("environment steps per seed", fontsize=8)
+    _legend(figure, axes[0])
+    return _png(figure)
+
+
+# The page
+
+STYLE = """
+:root { color-scheme: light dark; --ink: #1b1f24; --soft: #5b6570; --line: #dfe3e8; --back: #fff; --card: #f6f7f9; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e4e7eb; --soft: #9aa4af; --line: #343b43; --back: #14171a; --card: #1d2125; }
+}
+body { margin: 0 auto; padding: 2.5rem 1.5rem 4rem; max-width: 960px; background: var(--back); color: var(--ink);
+  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
+h1 { font-size: 1.75rem; margin: 0; } h2 { margin: 3rem 0 0; padding-top: 2rem; border-top: 1px solid var(--line); }
+h3 { font-size: 1rem; margin: 2.2rem 0 .6rem; } a { color: inherit; }
+.id { color: var(--soft); margin: .2rem 0 0; overflow-wrap: anywhere; }
+.score { margin: 1.2rem 0 .2rem; font-size: 2.1rem; font-weight: 600; font-variant-numeric: tabular-nums; }
+.score small { font-size: 1.15rem; font-weight: 400; color: var(--soft); margin-left: .4rem; }
+.about { margin: 0 0 1.4rem; color: var(--soft); }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums; }
+th, td { padding: .32rem .75rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--line); }
+th:first-child, td:first-child { text-align: left; padding-left: 0; white-space: normal; min-width: 5rem; }
+summary { cursor: pointer; font-size: .875rem; color: var(--soft); } th { color: var(--soft); font-weight: 500; }
+tr.best td { font-weight: 600; }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: .25rem 1.2rem; margin: 1rem 0; font-size: .875rem; }
+dt { color: var(--soft); } dd { margin: 0; overflow-wrap: anywhere; }
+img { max-width: 100%; height: auto; border-radius: 6px; background: #fff; }
+@media (prefers-color-scheme: dark) { img { padding: .6rem; box-sizing: border-box; } }
+figure { margin: 1rem 1rem 1rem 0; display: inline-block; vertical-align: top; }
+figcaption { color: var(--soft); font-size: .8rem; }
+pre { background: var(--card); border: 1px solid var(--line); border-radius: 6px; padding: .8rem 1rem; margin: .4rem 0;
+  overflow-x: auto; font: 12.5px/1.5 ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace; }
+"""
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]], best: str | None = None) -> str:
+    head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
+    lines = [
+        f"<tr{' class=best' if row[0] == best else ''}>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>"
+        for row in rows
+    ]
+    return f"<div class=wide><table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>"
+
+
+def _terms(pairs: Iterable[tuple[str, str]]) -> str:
+    return f"<dl>{''.join(f'<dt>{escape(name)}</dt><dd>{escape(text)}</dd>' for name, text in pairs)}</dl>"
+
+
+def _image(data: bytes, text: str, kind: str = "png") -> str:
+    return f'<img alt="{escape(text)}" src="data:image/{kind};base64,{base64.b64encode(data).decode()}">'
+
+
+def _best(summary: dict) -> dict:
+    """The setting that stands for a run: the best, or the only one."""
+    return next((of for of in summary["settings"] if of["label"] == summary["best"]), summary["settings"][0])
+
+
+def _headline(summary: dict) -> str:
+    setting = _best(summary)
+    _, seeds, centre, interval, *_ = _result_rows([setting])[0]
+    about = f"IQM [95% bootstrap interval] over {seeds} seed{'' if seeds == '1' else 's'}"
+    about += f", {summary['best']}, the best of {len(summary['settings'])} settings" if summary["best"] else ""
+    about += "" if setting["spread"] == "established" else f"; {setting['spread']}"
+    about += f". Random policy: {_random_line(summary['random'], [setting])}."
+    return f"<p class=score>{centre} <small>{interval}</small></p><p class=about>{escape(about)}</p>"
+
+
+def _seed_table(summary: dict) -> str:
+    header = ["setting", "seed", "return", "std over episodes", "episode length", "episodes", "unfinished"]
+    header = header if summary["metric"] == EVALUATION else header[:3]
+    number = _numbers(seed["return"] for setting in summary["settings"] for seed in setting["seeds"])
+    rows = []
+    for setting in summary["settings"]:
+        for seed in setting["seeds"]:
+            spread, length, *counts = (seed.get(key) for key in DETAILS)
+            cells = [number(seed["return"]), number(spread), _numbers([length])(length), *map(_count, counts)]
+            rows.append([setting["label"], str(seed["seed"]), *cells][: len(header)])
+        rows += [[setting["label"], str(lost["seed"]), "failed"] for lost in setting["failed"]]
+    first = 0 if summary["best"] else 1
+    table = _table(header[first:], [row[first:] for row in rows])
+    return f"<details><summary>{len(rows)} seeds</summary>{table}</details>" if len(rows) > 20 else table
+
+
+def _samples(run: Run) -> str:
+    parts = []
+    for file in sorted((run.path / "samples").rglob("*")):
+        name = escape(str(file.relative_to(run.path / "samples")))
+        if file.suffix == ".gif":
+            parts.append(f"<figure>{_image(file.read_bytes(), name, 'gif')}<figcaption>{name}</figcaption></figure>")
+        elif file.suffix == ".txt":
+            text = escape(file.read_text(encoding="utf-8", errors="replace"))
+            parts.append(f"<figcaption>{name}</figcaption><pre>{text}</pre>")
+    return "".join(parts)
+
+
+def _provenance(run: Run, summary: dict) -> str:
+    info = run.info
+    commit = f"{info.get('commit') or 'n/a'}{', with uncommitted changes' if info.get('dirty') else ''}"
+    versions = ", ".join(f"{name} {version}" for name, version in (info.get("versions") or {}).items())
+    devices = ", ".join(map(str, info.get("devices") or []))
+    pairs = [("command", shlex.join(info.get("argv") or [])), ("commit", commit), ("versions", versions)]
+    pairs += [("devices", devices), *((key, str(info.get(key))) for key in ("platform", "started", "finished"))]
+    return _terms([*_costs(summary), *pairs])
+
+
+def _citation(info: dict) -> str:
+    note = re.sub(r"([&%$#_{}])", r"\\\1", f"{_title(info)}, run {_run_id(info)}, commit {info.get('commit')}")
+    version = (info.get("versions") or {}).get("rljax")
+    fields = {"author": "{The rljax developers}", "title": "{" + CITATION_TITLE + "}", "year": "2026"}
+    fields |= {"version": version} if version else {}
+    lines = [f"  {name:<7} = {{{value}}}" for name, value in {**fields, "note": note}.items()]
+    return "@software{rljax,\n" + ",\n".join(lines) + "\n}"
+
+
+def _section(run: Run, summary: dict, heading: str) -> str:
+    title, settings = _title(summary), summary["settings"]
+    found = [(key, _curves(run, settings, key)) for key in (EVALUATION, TRAINING)]
+    panels = [(key, curves) for key, curves in found if curves]
+    curve = _image(_learning_curve(panels, summary["random"]), f"learning curve of {title}") if panels else ""
+    grid = _health_grid(run, summary)
+    parts = {
+        "Results": _table(RESULTS, _result_rows(settings), summary["best"]) + _terms(_facts(summary)),
+        "Seeds": _seed_table(summary),
+        "Health": _image(grid, f"training metrics of {title}") if grid else "",
+        "Samples": _samples(run),
+        "Provenance": _provenance(run, summary),
+        "Config": f"<pre>{escape(run.config)}</pre>",
+        "Citation": f"<pre>{escape(_citation(run.info))}</pre>",
+    }
+    head = f'<{heading} id="{escape(_run_id(summary))}">{escape(title)}</{heading}>'
+    head += f"<p class=id>{escape(_run_id(summary))}, {escape(str(summary['status']))}</p>{_headline(summary)}{curve}"
+    return head + "".join(f"<h3>{name}</h3>{part}" for name, part in parts.items() if part)
+
+
+def _comparison(runs: Sequence[Run], summaries: Sequence[dict]) -> str:
+    """For each environment, the runs' curves in one plot and a table with a row a run."""
+    names = [summary["name"] for summary in summaries]
+    links = [f'<a href="#{escape(_run_id(summary))}">{escape(_run_id(summary))}</a>' for summary in summaries]
+    parts = [f"<h1>Comparison of {len(runs)} runs</h1><p class=id>{', '.join(links)}</p>"]
+    for env in dict.fromkeys(summary["env"] for summary in summaries):
+        curves, settings, costs = [], [], []
+        here = [pair for pair in zip(runs, summaries, strict=True) if pair[1]["env"] == env]
+        for run, summary in here:
+            label = summary["name"] if names.count(summary["name"]) == 1 else _run_id(summary)
+            label += f" ({summary['best']}, best of {len(summary['settings'])})" if summary["best"] else ""
+            label += "" if summary["metric"] == EVALUATION else " (training return)"
+            settings.append({**_best(summary), "label": label})
+            curves += _curves(run, settings[-1:], summary["metric"])
+            costs.append([_count(summary["steps_done"]), _duration(summary["wall_seconds"])])
+        random = next((summary["random"] for _, summary in here if summary["random"]), None)
+        metric = EVALUATION if any(summary["metric"] == EVALUATION for _, summary in here) else TRAINING
+        image = _image(_learning_curve([(metric, curves)], random), f"comparison on {env}") if curves else ""
+        rows = [row + cost for row, cost in zip(_result_rows(settings), costs, strict=True)]
+        table = _table(["run", *RESULTS[1:], "steps", "wall time"], rows)
+        parts.append(f"<h3>{escape(env)}</h3>{image}{table}{_terms([('random', _random_line(random, settings))])}")
+    return "".join(parts)
+
+
+def write_report(paths: str | Path | Sequence[str | Path], out: str | Path | None = None) -> Path:
+    """Write one HTML page, which loads nothing from elsewhere, about one run or several, and return its path.
+
+    Several runs are first compared: one plot and one table an environment, each run by its best setting. `out` is
+    `report.html` in the run directory, or in the working directory where there are several. Raises as `read_run`.
+    """
+    runs = [read_run(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
+    if not runs:
+        raise ValueError("a report needs a run directory or more")
+    summaries = [_summarize(run) for run in runs]
+    several = len(runs) > 1
+    sections = [_section(run, of, "h2" if several else "h1") for run, of in zip(runs, summaries, strict=True)]
+    title = f"Comparison of {len(runs)} runs" if several else _title(summaries[0])
+    body = "\n".join([_comparison(runs, summaries), *sections] if several else sections)
+    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(title)}</title>'
+    page = f'<!doctype html>\n<html lang="en"><head>{head}<style>{STYLE}</style></head>\n<body>{body}</body></html>\n'
+    default = Path("report.html") if several else runs[0].path / "report.html"
+    return _write(default if out is None else Path(out), page.encode())

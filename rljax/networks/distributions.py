@@ -1,0 +1,164 @@
+"""Action distributions as pytrees, batched over their leading axes ``[...]``.
+
+``sample`` returns the draw in the distribution's own coordinates: that is what an agent stores and what ``log_prob`` takes.
+``to_action`` maps it to what the environment takes. For a tanh-Gaussian the two differ, and keeping the pre-tanh draw means
+that no stored action ever needs an inverse tanh.
+"""
+
+import math
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import Array
+
+_LOG_2PI = math.log(2.0 * math.pi)
+_NODES, _WEIGHTS = np.polynomial.hermite_e.hermegauss(16)
+_WEIGHTS = _WEIGHTS / _WEIGHTS.sum()
+
+
+class Distribution(Protocol):
+    """What an agent asks of a policy's output."""
+
+    def sample(self, key: Array) -> Array: ...
+
+    def mode(self) -> Array: ...
+
+    def log_prob(self, sample: Array) -> Array: ...
+
+    def entropy(self) -> Array: ...
+
+    def to_action(self, sample: Array) -> Array: ...
+
+
+def mask_logits(logits: Array, mask: Array | None) -> Array:
+    """Illegal actions get the lowest finite float32, so that their probability is exactly 0 and no gradient is NaN.
+
+    With one legal action its log-probability is exactly 0. A row with none stays finite (and uniform).
+    """
+    logits = logits.astype(jnp.float32)
+    return logits if mask is None else jnp.where(mask, logits, jnp.finfo(jnp.float32).min)
+
+
+def _entropy(logits: Array) -> Array:
+    log_probs = jax.nn.log_softmax(logits)
+    return -jnp.sum(jnp.where(log_probs > -1e30, jnp.exp(log_probs) * log_probs, 0.0), -1)
+
+
+@struct.dataclass
+class Categorical:
+    """One choice out of ``A``; ``logits`` float32 ``[..., A]``, masked already (`mask_logits`). Samples int32 ``[...]``."""
+
+    logits: Array
+
+    def sample(self, key: Array) -> Array:
+        return jax.random.categorical(key, self.logits).astype(jnp.int32)
+
+    def mode(self) -> Array:
+        return jnp.argmax(self.logits, -1).astype(jnp.int32)
+
+    def log_prob(self, sample: Array) -> Array:
+        return jnp.take_along_axis(jax.nn.log_softmax(self.logits), sample[..., None], -1)[..., 0]
+
+    def entropy(self) -> Array:
+        return _entropy(self.logits)
+
+    def to_action(self, sample: Array) -> Array:
+        return sample
+
+
+@struct.dataclass
+class MultiCategorical:
+    """Independent choices; ``logits`` ``[..., sum(nvec)]`` side by side, masked already. Samples int32 ``[..., len(nvec)]``."""
+
+    logits: Array
+    nvec: tuple[int, ...] = struct.field(pytree_node=False)
+
+    def _parts(self) -> list[Categorical]:
+        return [Categorical(part) for part in jnp.split(self.logits, np.cumsum(self.nvec)[:-1], axis=-1)]
+
+    def sample(self, key: Array) -> Array:
+        parts = self._parts()
+        keys = jax.random.split(key, len(parts))
+        return jnp.stack([part.sample(k) for part, k in zip(parts, keys, strict=True)], -1)
+
+    def mode(self) -> Array:
+        return jnp.stack([part.mode() for part in self._parts()], -1)
+
+    def log_prob(self, sample: Array) -> Array:
+        return sum((part.log_prob(sample[..., i]) for i, part in enumerate(self._parts())), jnp.float32(0.0))
+
+    def entropy(self) -> Array:
+        return sum((part.entropy() for part in self._parts()), jnp.float32(0.0))
+
+    def to_action(self, sample: Array) -> Array:
+        return sample
+
+
+@struct.dataclass
+class Gaussian:
+    """Diagonal Gaussian; every field float32 ``[..., D]``; the environment gets the draw clipped to ``[low, high]``.
+
+    The clipping belongs to the environment, so log-probabilities are those of the unclipped draw.
+    """
+
+    mean: Array
+    log_std: Array
+    low: Array
+    high: Array
+
+    def sample(self, key: Array) -> Array:
+        return self.mean + jnp.exp(self.log_std) * jax.random.normal(key, self.mean.shape)
+
+    def mode(self) -> Array:
+        return self.mean
+
+    def log_prob(self, sample: Array) -> Array:
+        standard = (sample - self.mean) * jnp.exp(-self.log_std)
+        return jnp.sum(-0.5 * jnp.square(standard) - self.log_std - 0.5 * _LOG_2PI, -1)
+
+    def entropy(self) -> Array:
+        return jnp.sum(jnp.broadcast_to(self.log_std, self.mean.shape) + 0.5 * (1.0 + _LOG_2PI), -1)
+
+    def to_action(self, sample: Array) -> Array:
+        return jnp.clip(sample, self.low, self.high)
+
+
+@struct.dataclass
+class TanhGaussian:
+    """A diagonal Gaussian squashed by tanh and scaled to the finite box ``[low, high]``; samples are pre-tanh ``[..., D]``.
+
+    ``log_prob`` is the density of the action in the environment's units. The log-determinant of tanh at ``u`` is
+    ``2 (log 2 - u - softplus(-2 u))`` (Haarnoja et al. 2018, arXiv 1812.05905, appendix C, in its stable form). The entropy has
+    no closed form; it is exact up to a 16-point Gauss-Hermite quadrature. ``mode`` is the image of the Gaussian's mean.
+    """
+
+    mean: Array
+    log_std: Array
+    low: Array
+    high: Array
+
+    def _base(self) -> Gaussian:
+        return Gaussian(self.mean, self.log_std, self.low, self.high)
+
+    def _log_det(self, u: Array) -> Array:
+        return 2.0 * (math.log(2.0) - u - jax.nn.softplus(-2.0 * u)) + jnp.log(0.5 * (self.high - self.low))
+
+    def sample(self, key: Array) -> Array:
+        return self._base().sample(key)
+
+    def mode(self) -> Array:
+        return self.mean
+
+    def log_prob(self, sample: Array) -> Array:
+        return self._base().log_prob(sample) - jnp.sum(self._log_det(sample), -1)
+
+    def entropy(self) -> Array:
+        nodes, weights = (jnp.asarray(x, jnp.float32).reshape(-1, *(1,) * self.mean.ndim) for x in (_NODES, _WEIGHTS))
+        log_det = self._log_det(self.mean + jnp.exp(self.log_std) * nodes)  # [16, ..., D]
+        return self._base().entropy() + jnp.sum(weights * log_det, (0, -1))
+
+    def to_action(self, sample: Array) -> Array:
+        return self.low + 0.5 * (self.high - self.low) * (jnp.tanh(sample) + 1.0)

@@ -1,0 +1,70 @@
+"""Torsos: observations to features. All take ``[M, *observation]`` and return ``[M, features]``.
+
+Rows are always flattened to two dimensions before a dense layer: XLA on CPU multiplies matrices much faster than it does
+three-dimensional arrays.
+"""
+
+import math
+from collections.abc import Callable
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jax import Array
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "tanh": nn.tanh,
+    "relu": nn.relu,
+    "silu": nn.silu,
+    "elu": nn.elu,
+    "gelu": nn.gelu,
+}
+
+
+def dense(features: int, scale: float = math.sqrt(2.0)) -> nn.Dense:
+    """A dense layer with orthogonal weights times ``scale`` and zero bias, as PPO uses it (Andrychowicz 2021, arXiv 2006.05990)."""
+    return nn.Dense(features, kernel_init=nn.initializers.orthogonal(scale), bias_init=nn.initializers.zeros_init())
+
+
+class MLP(nn.Module):
+    """Dense layers over the flattened observation."""
+
+    hidden: tuple[int, ...]
+    activation: str
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        x = x.reshape(x.shape[0], -1)
+        for features in self.hidden:
+            x = ACTIVATIONS[self.activation](dense(features)(x))
+        return x
+
+
+class MinAtarCNN(nn.Module):
+    """One 3x3 convolution of 16 channels, then dense layers: the network of MinAtar (Young and Tian 2019, arXiv 1903.03176)."""
+
+    hidden: tuple[int, ...]
+    activation: str
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        convolution = nn.Conv(16, (3, 3), padding="VALID", kernel_init=nn.initializers.orthogonal(math.sqrt(2.0)))
+        x = ACTIVATIONS[self.activation](convolution(x))
+        return MLP(self.hidden, self.activation)(x)
+
+
+class ResettableGRU(nn.Module):
+    """A GRU over time whose carry is zeroed wherever a new episode begins.
+
+    Called with ``carry [B, H]`` and ``(features [T, B, F], first [T, B] bool)``; returns ``(carry, [T, B, H])``.
+    """
+
+    features: int
+
+    @nn.compact
+    def __call__(self, carry: Array, inputs: tuple[Array, Array]) -> tuple[Array, Array]:
+        def step(cell, carry, inputs):
+            x, first = inputs
+            return cell(jnp.where(first[:, None], 0.0, carry), x)
+
+        scan = nn.scan(step, variable_broadcast="params", split_rngs={"params": False})
+        return scan(nn.GRUCell(self.features), carry, inputs)
