@@ -62,9 +62,9 @@ def read_run(path: str | Path) -> Run:
             raise FileNotFoundError(f"{path / name}: no such file; is {path} a run directory?")
     try:
         info = json.loads((path / "run.json").read_bytes())
-        if missing := {"name", "config_hash", "env", "agent", "lanes"}.difference(info):
-            raise ValueError(f"no {', '.join(sorted(missing))}")
-    except (ValueError, TypeError) as error:
+        if missing := [key for key in ("name", "config_hash", "env", "agent", "lanes") if not info.get(key)]:
+            raise ValueError(f"no {', '.join(missing)}")
+    except (ValueError, AttributeError) as error:
         raise ValueError(f"{path / 'run.json'}: not a run's description ({error})") from None
     rows = []
     *lines, last = (path / "metrics.jsonl").read_bytes().split(b"\n")
@@ -104,8 +104,7 @@ def _settings(info: dict[str, Any]) -> list[tuple[str, dict[str, Any], list[dict
     settings = []
     for lanes in groups.values():
         values = {key: lanes[0].get(key) for key in swept}
-        shown = [f"{value:g}" if isinstance(value, float) else str(value) for value in values.values()]
-        label = ", ".join(f"{name}={value}" for name, value in zip(names, shown, strict=True))
+        label = ", ".join(f"{name}={value}" for name, value in zip(names, values.values(), strict=True))
         settings.append((label or info["agent"], values, lanes))
     return settings
 
@@ -340,12 +339,12 @@ def _aggregate(seeds: list[np.ndarray], points: int = 100) -> tuple[np.ndarray, 
 
 
 def _thin(curves: Sequence[_Curve]) -> bool:
-    """Whether to draw each seed: not where there is one, nor in a crowd."""
-    return len(curves) <= 4 and any(len(curve.seeds) > 1 for curve in curves)
+    """Whether to draw single seeds too: not in a crowd, nor where a seed is the whole curve."""
+    return len(curves) <= 4 and any(len(curve.seeds + curve.failed) > 1 for curve in curves)
 
 
 def _draw(ax: Any, curves: Sequence[_Curve], health: bool = False) -> None:
-    """Draw curves; those of health have no band, and failed seeds, whose last values may be huge, don't set the scale."""
+    """Draw curves. Health has no band, and its scale is not set by failed seeds, whose last values may be huge."""
     styles = [(COLOURS[i % len(COLOURS)], DASHES[i // len(COLOURS) % len(DASHES)]) for i in range(len(curves))]
     for curve, (colour, dash) in zip(curves, styles, strict=True):
         if not curve.seeds:
@@ -356,10 +355,11 @@ def _draw(ax: Any, curves: Sequence[_Curve], health: bool = False) -> None:
         if not health:
             low, high = np.array([_band(tuple(row)) for row in scores]).T
             ax.fill_between(steps, low, high, color=colour, alpha=0.18, linewidth=0)
-        ax.plot(steps, [iqm(row) for row in scores], color=colour, linewidth=1.8, linestyle=dash, label=curve.label)
+        width = 1.2 if health else 1.8
+        ax.plot(steps, [iqm(row) for row in scores], color=colour, linewidth=width, linestyle=dash, label=curve.label)
     limits = ax.get_ylim()
     for curve, (colour, _) in zip(curves, styles, strict=True):
-        for seed in curve.failed:
+        for seed in curve.failed if _thin(curves) or not health else []:
             ax.plot(*seed.T, color=colour, linewidth=0.9, linestyle=":", marker="x", markersize=4, markevery=[-1])
     if health and any(curve.seeds for curve in curves):
         ax.set_ylim(limits)
@@ -403,7 +403,7 @@ def _caption(curves: Sequence[_Curve]) -> str:
     counts = [len(curve.seeds) for curve in curves]
     few, many = min(counts), max(counts)
     text = f"IQM over {few if few == many else f'{few} to {many}'} seed{'' if many == 1 else 's'}"
-    text += ", 95% bootstrap interval" if many > 1 else ""
+    text += ", 95% interval" if many > 1 else ""
     text += "; thin: single seeds" if _thin(curves) else ""
     text += "; \N{MULTIPLICATION SIGN}: a failed seed" if any(curve.failed for curve in curves) else ""
     return text + ("; spread not established" if few < ENOUGH_SEEDS else "")
@@ -423,8 +423,9 @@ def _learning_curve(
             ax.annotate("random policy", (1.0, random["return"]), (-2, 3), **place, **grey)
         ax.set_xlabel("environment steps per seed", fontsize=9)
         ax.set_ylabel(f"{'evaluation' if metric == EVALUATION else 'training'} return per episode", fontsize=9)
-    axes[0].set_title(title, loc="left", fontsize=11, fontweight="bold", pad=20)
-    axes[0].annotate(_caption(panels[0][1]), (0, 1), (0, 6), xycoords="axes fraction", **grey).set_in_layout(False)
+    if title:
+        axes[0].set_title(title, loc="left", fontsize=11, fontweight="bold", pad=20)
+        axes[0].annotate(_caption(panels[0][1]), (0, 1), (0, 6), xycoords="axes fraction", **grey).set_in_layout(False)
     _legend(figure, axes[0])
     return _png(figure)
 
@@ -448,17 +449,13 @@ def _health_grid(run: Run, summary: dict) -> bytes | None:
     panels = [(key, curves) for key in keys if (curves := _curves(run, summary["settings"], key))]
     if not panels:
         return None
-    columns = 3
-    rows = -(-len(panels) // columns)
-    figure, axes = _figure(rows, columns, 10.0, 2.1 * rows + 0.4)
+    rows = -(-len(panels) // 3)
+    figure, axes = _figure(rows, 3, 10.0, 2.1 * rows + 0.4)
     for ax, (key, curves) in zip(axes, panels, strict=False):
         _draw(ax, curves, health=True)
         ax.set_title(key, loc="left", fontsize=9)
-    for index, ax in enumerate(axes):
-        if index >= len(panels):
-            ax.remove()
-        elif index >= len(panels) - columns:  # the lowest in its column
-            ax.set_xlabel("environment steps per seed", fontsize=8)
+    for ax in axes[len(panels) :]:
+        ax.remove()
     _legend(figure, axes[0])
     return _png(figure)
 
@@ -508,8 +505,9 @@ def _terms(pairs: Iterable[tuple[str, str]]) -> str:
     return f"<dl>{''.join(f'<dt>{escape(name)}</dt><dd>{escape(text)}</dd>' for name, text in pairs)}</dl>"
 
 
-def _image(data: bytes, text: str, kind: str = "png") -> str:
-    return f'<img alt="{escape(text)}" src="data:image/{kind};base64,{base64.b64encode(data).decode()}">'
+def _image(data: bytes, caption: str, kind: str = "png") -> str:
+    source = f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+    return f'<figure><img alt="" src="{source}"><figcaption>{escape(caption)}</figcaption></figure>'
 
 
 def _best(summary: dict) -> dict:
@@ -520,7 +518,8 @@ def _best(summary: dict) -> dict:
 def _headline(summary: dict) -> str:
     setting = _best(summary)
     _, seeds, centre, interval, *_ = _result_rows([setting])[0]
-    about = f"IQM [95% bootstrap interval] over {seeds} seed{'' if seeds == '1' else 's'}"
+    interval = "" if interval == "n/a" else interval
+    about = f"IQM{' [95% bootstrap interval]' if interval else ''} over {seeds} seed{'' if seeds == '1' else 's'}"
     about += f", {summary['best']}, the best of {len(summary['settings'])} settings" if summary["best"] else ""
     about += "" if setting["spread"] == "established" else f"; {setting['spread']}"
     about += f". Random policy: {_random_line(summary['random'], [setting])}."
@@ -537,7 +536,8 @@ def _seed_table(summary: dict) -> str:
             spread, length, *counts = (seed.get(key) for key in DETAILS)
             cells = [number(seed["return"]), number(spread), _numbers([length])(length), *map(_count, counts)]
             rows.append([setting["label"], str(seed["seed"]), *cells][: len(header)])
-        rows += [[setting["label"], str(lost["seed"]), "failed"] for lost in setting["failed"]]
+        for lost in setting["failed"]:
+            rows.append([setting["label"], str(lost["seed"]), "failed", *("" for _ in header[3:])])
     first = 0 if summary["best"] else 1
     table = _table(header[first:], [row[first:] for row in rows])
     return f"<details><summary>{len(rows)} seeds</summary>{table}</details>" if len(rows) > 20 else table
@@ -546,12 +546,12 @@ def _seed_table(summary: dict) -> str:
 def _samples(run: Run) -> str:
     parts = []
     for file in sorted((run.path / "samples").rglob("*")):
-        name = escape(str(file.relative_to(run.path / "samples")))
+        name = str(file.relative_to(run.path / "samples"))
         if file.suffix == ".gif":
-            parts.append(f"<figure>{_image(file.read_bytes(), name, 'gif')}<figcaption>{name}</figcaption></figure>")
+            parts.append(_image(file.read_bytes(), name, "gif"))
         elif file.suffix == ".txt":
             text = escape(file.read_text(encoding="utf-8", errors="replace"))
-            parts.append(f"<figcaption>{name}</figcaption><pre>{text}</pre>")
+            parts.append(f"<figcaption>{escape(name)}</figcaption><pre>{text}</pre>")
     return "".join(parts)
 
 
@@ -560,8 +560,11 @@ def _provenance(run: Run, summary: dict) -> str:
     commit = f"{info.get('commit') or 'n/a'}{', with uncommitted changes' if info.get('dirty') else ''}"
     versions = ", ".join(f"{name} {version}" for name, version in (info.get("versions") or {}).items())
     devices = ", ".join(map(str, info.get("devices") or []))
-    pairs = [("command", shlex.join(info.get("argv") or [])), ("commit", commit), ("versions", versions)]
-    pairs += [("devices", devices), *((key, str(info.get(key))) for key in ("platform", "started", "finished"))]
+    pairs = [("command", shlex.join(map(str, info.get("argv") or []))), ("commit", commit), ("versions", versions)]
+    pairs += [
+        ("devices", devices),
+        *((key, str(info.get(key) or "n/a")) for key in ("platform", "started", "finished")),
+    ]
     return _terms([*_costs(summary), *pairs])
 
 
@@ -578,12 +581,12 @@ def _section(run: Run, summary: dict, heading: str) -> str:
     title, settings = _title(summary), summary["settings"]
     found = [(key, _curves(run, settings, key)) for key in (EVALUATION, TRAINING)]
     panels = [(key, curves) for key, curves in found if curves]
-    curve = _image(_learning_curve(panels, summary["random"]), f"learning curve of {title}") if panels else ""
+    curve = _image(_learning_curve(panels, summary["random"]), _caption(panels[0][1])) if panels else ""
     grid = _health_grid(run, summary)
     parts = {
         "Results": _table(RESULTS, _result_rows(settings), summary["best"]) + _terms(_facts(summary)),
         "Seeds": _seed_table(summary),
-        "Health": _image(grid, f"training metrics of {title}") if grid else "",
+        "Health": _image(grid, "IQM over seeds against environment steps per seed") if grid else "",
         "Samples": _samples(run),
         "Provenance": _provenance(run, summary),
         "Config": f"<pre>{escape(run.config)}</pre>",
@@ -611,7 +614,7 @@ def _comparison(runs: Sequence[Run], summaries: Sequence[dict]) -> str:
             costs.append([_count(summary["steps_done"]), _duration(summary["wall_seconds"])])
         random = next((summary["random"] for _, summary in here if summary["random"]), None)
         metric = EVALUATION if any(summary["metric"] == EVALUATION for _, summary in here) else TRAINING
-        image = _image(_learning_curve([(metric, curves)], random), f"comparison on {env}") if curves else ""
+        image = _image(_learning_curve([(metric, curves)], random), _caption(curves)) if curves else ""
         rows = [row + cost for row, cost in zip(_result_rows(settings), costs, strict=True)]
         table = _table(["run", *RESULTS[1:], "steps", "wall time"], rows)
         parts.append(f"<h3>{escape(env)}</h3>{image}{table}{_terms([('random', _random_line(random, settings))])}")

@@ -6,8 +6,10 @@ three-dimensional arrays.
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -20,9 +22,32 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 }
 
 
+def orthogonal(scale: float) -> Callable[..., Array]:
+    """Initialiser of ``[..., out]`` kernels as ``scale`` times a uniformly random (semi-)orthogonal matrix (Saxe 2014, arXiv 1312.6120).
+
+    The same matrix as from a QR factorisation with a positive diagonal, by Gram-Schmidt, each column projected twice. jax's own
+    initialiser calls LAPACK, and batched calls from several CPU devices at once can wait for each other for ever.
+    """
+
+    def init(key: Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
+        rows, columns = math.prod(shape[:-1]), shape[-1]
+        gaussian = jax.random.normal(key, (max(rows, columns), min(rows, columns)))
+
+        def add_column(j, basis):
+            column = gaussian[:, j]
+            for _ in range(2):
+                column = column - basis @ (basis.T @ column)
+            return basis.at[:, j].set(column / jnp.linalg.norm(column))
+
+        basis = jax.lax.fori_loop(0, gaussian.shape[1], add_column, jnp.zeros_like(gaussian))
+        return (scale * (basis if rows >= columns else basis.T)).reshape(shape).astype(dtype)
+
+    return init
+
+
 def dense(features: int, scale: float = math.sqrt(2.0)) -> nn.Dense:
     """A dense layer with orthogonal weights times ``scale`` and zero bias, as PPO uses it (Andrychowicz 2021, arXiv 2006.05990)."""
-    return nn.Dense(features, kernel_init=nn.initializers.orthogonal(scale), bias_init=nn.initializers.zeros_init())
+    return nn.Dense(features, kernel_init=orthogonal(scale), bias_init=nn.initializers.zeros_init())
 
 
 class MLP(nn.Module):
@@ -47,7 +72,7 @@ class MinAtarCNN(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        convolution = nn.Conv(16, (3, 3), padding="VALID", kernel_init=nn.initializers.orthogonal(math.sqrt(2.0)))
+        convolution = nn.Conv(16, (3, 3), padding="VALID", kernel_init=orthogonal(math.sqrt(2.0)))
         x = ACTIVATIONS[self.activation](convolution(x))
         return MLP(self.hidden, self.activation)(x)
 
@@ -67,4 +92,4 @@ class ResettableGRU(nn.Module):
             return cell(jnp.where(first[:, None], 0.0, carry), x)
 
         scan = nn.scan(step, variable_broadcast="params", split_rngs={"params": False})
-        return scan(nn.GRUCell(self.features), carry, inputs)
+        return scan(nn.GRUCell(self.features, recurrent_kernel_init=orthogonal(1.0)), carry, inputs)

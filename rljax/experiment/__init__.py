@@ -1,0 +1,28 @@
+"""Experiments: the only place that knows of seeds, files, clocks and hosts."""
+
+from rljax.experiment.checkpoint import SaveError
+from rljax.experiment.config import Experiment, InputError, load, parse_overrides
+from rljax.experiment.evaluation import Evaluation, evaluate_agent
+from rljax.experiment.report import summary_text, write_report
+from rljax.experiment.run import Result, evaluate, load_run, load_states, plan, result, resume, run, train
+
+__all__ = [
+    "Evaluation",
+    "Experiment",
+    "InputError",
+    "Result",
+    "SaveError",
+    "evaluate",
+    "evaluate_agent",
+    "load",
+    "load_run",
+    "load_states",
+    "parse_overrides",
+    "plan",
+    "result",
+    "resume",
+    "run",
+    "summary_text",
+    "train",
+    "write_report",
+]

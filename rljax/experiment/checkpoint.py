@@ -1,0 +1,120 @@
+"""Checkpoints of the whole `TrainState` of every lane, through orbax. The only file that knows of orbax.
+
+orbax writes a step into a temporary directory and renames it when it is complete, so a save that was killed or ran out of disk
+leaves the previous checkpoint as it was.
+"""
+
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from rljax.experiment.config import InputError
+
+KEEP = 2
+
+
+class SaveError(OSError):
+    """A checkpoint could not be written; the one before it is still valid."""
+
+
+class Checkpoints:
+    """The checkpoints of one run, numbered by chunks done.
+
+    States are saved as numpy arrays without padding lanes, and typed PRNG keys as their data, so that a run can be resumed on
+    another number of devices.
+    """
+
+    def __init__(self, directory: Path):
+        import orbax.checkpoint as ocp
+
+        logging.getLogger("absl").setLevel(logging.ERROR)
+        self._ocp = ocp
+        self.directory = directory.absolute()
+        options = ocp.CheckpointManagerOptions(max_to_keep=KEEP, enable_async_checkpointing=False, create=True)
+        try:
+            self._manager = ocp.CheckpointManager(self.directory, options=options)
+        except OSError as error:
+            raise SaveError(f"cannot write to {directory}: {error.strerror or error}") from error
+
+    def steps(self) -> list[int]:
+        """Complete checkpoints, oldest first."""
+        return sorted(self._manager.all_steps())
+
+    def save(self, chunk: int, states: Any) -> None:
+        """Writes the states of all lanes ``[num_lanes, ...]``.
+
+        Raises:
+          SaveError: the disk is full or not writable; earlier checkpoints stay valid.
+        """
+        tree = jax.tree.map(np.asarray, jax.device_get(_without_keys(states)))
+        try:
+            self._manager.save(chunk, args=self._ocp.args.StandardSave(tree), force=True)
+            self._manager.wait_until_finished()
+        except Exception as error:  # orbax and tensorstore raise errors of many types
+            reason = str(error).strip().splitlines()[-1][:200] if str(error).strip() else type(error).__name__
+            kept = ", ".join(map(str, self.steps())) or "none"
+            self._remove_partial(chunk)
+            raise SaveError(f"could not save checkpoint {chunk} in {self.directory}: {reason}; valid ones: {kept}") from error
+
+    def restore(self, chunk: int, like: Any) -> Any:
+        """States with the structure of ``like`` (arrays or ShapeDtypeStructs).
+
+        Raises:
+          InputError: the checkpoint cannot be read, or is of another structure.
+        """
+        plain = jax.eval_shape(_without_keys, like)
+        template = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), plain)
+        try:
+            tree = self._manager.restore(chunk, args=self._ocp.args.StandardRestore(template))
+        except Exception as error:
+            raise InputError(f"checkpoint {self.directory / str(chunk)} cannot be read ({type(error).__name__})") from error
+        for wanted, got in zip(jax.tree.leaves(plain), jax.tree.leaves(tree), strict=True):
+            if (wanted.shape, wanted.dtype) != (got.shape, got.dtype):
+                raise InputError(f"checkpoint {self.directory / str(chunk)} is of another program ({got.shape} for {wanted.shape})")
+        return _with_keys(like, tree)
+
+    def restore_latest(self, like: Any) -> tuple[int, Any, list[str]] | None:
+        """``(chunk, states, notes)`` of the newest readable checkpoint; None where there is none at all.
+
+        Raises:
+          InputError: there are checkpoints, and none can be read.
+        """
+        notes: list[str] = []
+        for chunk in reversed(self.steps()):
+            try:
+                return chunk, self.restore(chunk, like), notes
+            except InputError as error:
+                notes.append(str(error))
+        if notes:
+            raise InputError(f"{notes[0]}, nor any older one; start over with --fresh")
+        return None
+
+    def drop_after(self, chunk: int) -> None:
+        """Deletes checkpoints newer than ``chunk`` (unreadable ones)."""
+        for newer in self.steps():
+            if newer > chunk:
+                self._manager.delete(newer)
+
+    def close(self) -> None:
+        self._manager.close()
+
+    def _remove_partial(self, chunk: int) -> None:
+        for path in self.directory.glob(f"{chunk}*"):
+            if path.name != str(chunk):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_key(leaf: Any) -> bool:
+    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _without_keys(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else x, tree)
+
+
+def _with_keys(like: Any, tree: Any) -> Any:
+    return jax.tree.map(lambda t, x: jax.random.wrap_key_data(x) if _is_key(t) else x, like, tree)

@@ -1,0 +1,380 @@
+"""Experiment configs: TOML with inheritance, command-line overrides, one validator for both.
+
+A config is flattened to dotted keys, each with where it came from, so that every error is one line that names the key, the
+file or flag, and the fix.
+"""
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import math
+import tomllib
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from rljax.agents.base import AGENTS, agent_module, static
+from rljax.envs import env_parameters
+from rljax.envs.registry import did_you_mean
+
+SECTIONS = ("algo", "env_params", "sweep")
+
+
+class InputError(ValueError):
+    """Wrong input: one line that names the key and the fix. The command exits with status 2."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+    """A resolved experiment: every default is filled in.
+
+    ``sweep`` maps dotted keys (``algo.*``, ``env_params.*``) to lists of values; `programs` splits it into programs and
+    `lanes` lists the lanes of one.
+    """
+
+    env: str = static("", "environment, see `rljax list`")
+    total_steps: int = static(0, "environment steps per seed; rounded up to whole updates", low=1)
+    seeds: tuple[int, ...] = static(
+        (0, 1, 2, 3, 4), "one lane each; five or more to state a spread", low=0, high=2**32 - 1
+    )
+    evals: int = static(20, "greedy evaluations during training, the last at its end", low=1)
+    eval_episodes: int = static(128, "episodes of each evaluation, per lane", low=1)
+    eval_max_steps: int = static(100_000, "an evaluation episode that is still going then counts as unfinished", low=1)
+    eval_seed: int = static(
+        0, "fixes the evaluation episodes, the same for all lanes and evaluations", low=0, high=2**32 - 1
+    )
+    checkpoint_seconds: float = static(60.0, "least time between two checkpoints; 0: one after every chunk", low=0)
+    name: str = static("", "of the run directory; the file's name by default")
+    out: str = static("runs", "where run directories are made")
+    env_params: dict[str, Any] = dataclasses.field(default_factory=dict)
+    algo: Any = None
+    sweep: dict[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def algo_name(self) -> str:
+        return type(self.algo).__module__.rsplit(".", 1)[-1]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, every default written out; what ``config.toml`` holds."""
+        data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in SECTIONS}
+        algo = {f.name: getattr(self.algo, f.name) for f in dataclasses.fields(self.algo)}
+        data |= {"algo": {"name": self.algo_name, **algo}, "env_params": self.env_params, "sweep": self.sweep}
+        return _plain(data)
+
+    def to_toml(self) -> str:
+        return tomli_w.dumps(self.to_dict())
+
+    @property
+    def hash(self) -> str:
+        """Twelve hex digits of what decides the result: all of the config but ``name``, ``out`` and ``checkpoint_seconds``."""
+        data = {k: v for k, v in self.to_dict().items() if k not in ("name", "out", "checkpoint_seconds")}
+        return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:12]
+
+    @property
+    def path(self) -> Path:
+        """The run directory."""
+        return Path(self.out) / self.name / self.hash
+
+    def is_traced(self, key: str) -> bool:
+        """Whether lanes of one program can differ in ``key``: an algorithm's traced field, or a float of the environment."""
+        section, name = key.split(".", 1)
+        if section == "algo":
+            fields = {f.name: f for f in dataclasses.fields(self.algo)}
+            return fields[name].metadata["traced"] and None not in self.sweep.get(key, ())
+        values = self.sweep.get(key, ())
+        return isinstance(env_parameters(self.env).get(name), float) and all(_is_number(v) for v in values)
+
+    def programs(self) -> list["Experiment"]:
+        """One experiment for each combination of swept static values; what is left in ``sweep`` are traced axes."""
+        static_keys = [key for key in self.sweep if not self.is_traced(key)]
+        traced_axes = {key: values for key, values in self.sweep.items() if key not in static_keys}
+        combinations = itertools.product(*(self.sweep[key] for key in static_keys))
+        return [
+            dataclasses.replace(self._with(dict(zip(static_keys, values, strict=True))), sweep=traced_axes)
+            for values in combinations
+        ]
+
+    def lanes(self) -> list[dict[str, Any]]:
+        """Lanes of one program: ``{"lane", "seed", **swept values}``, seeds varying fastest."""
+        combinations = itertools.product(*self.sweep.values(), self.seeds)
+        return [
+            {"lane": i, "seed": seed, **dict(zip(self.sweep, values, strict=True))}
+            for i, (*values, seed) in enumerate(combinations)
+        ]
+
+    def _with(self, values: dict[str, Any]) -> "Experiment":
+        algo = {key[5:]: value for key, value in values.items() if key.startswith("algo.")}
+        params = {key[11:]: value for key, value in values.items() if key.startswith("env_params.")}
+        return dataclasses.replace(
+            self, algo=dataclasses.replace(self.algo, **algo), env_params={**self.env_params, **params}
+        )
+
+
+def load(path: str | Path | None = None, overrides: dict[str, Any] | None = None) -> Experiment:
+    """Reads a TOML config, follows ``base``, applies ``overrides`` and validates.
+
+    Args:
+      path: a ``.toml`` file, or the directory of a run; None starts from the defaults.
+      overrides: dotted keys to values, as in ``{"algo.learning_rate": 1e-3, "seeds": [0, 1, 2]}``.
+
+    Raises:
+      InputError: a missing or malformed file, an unknown key, a wrong type or range; one line that says what and where.
+    """
+    entries: dict[str, tuple[Any, str]] = {}
+    name = "run"
+    if path is not None:
+        path = Path(path)
+        path = path / "config.toml" if path.is_dir() else path
+        name = path.stem
+        entries = _read(path, ())
+    for key, value in (overrides or {}).items():
+        entries[key.replace("-", "_")] = (value, "override")
+    return _resolve(entries, name)
+
+
+def parse_overrides(arguments: list[str]) -> dict[str, Any]:
+    """``["--algo.learning-rate", "1e-3", "--seeds", "0", "1"]`` to dotted keys and values.
+
+    Values are read as TOML where they parse as such, else as text; several values make a list. ``--key=value`` works too.
+
+    Raises:
+      InputError: a value without a key, or a key without a value.
+    """
+    overrides: dict[str, Any] = {}
+    key = None
+    for argument in arguments:
+        if argument.startswith("--"):
+            key, _, value = argument[2:].partition("=")
+            key = key.replace("-", "_")
+            overrides[key] = [_literal(value)] if value else []
+        elif key is None:
+            raise InputError(f"unexpected argument {argument!r}; overrides look like --algo.learning-rate 1e-3")
+        else:
+            overrides[key].append(_literal(argument))
+    for key, values in overrides.items():
+        if not values:
+            raise InputError(f"--{key}: a value is missing")
+        if len(values) == 1 and not key.startswith("sweep."):
+            overrides[key] = values[0]
+    return overrides
+
+
+def describe(experiment: Experiment) -> list[tuple[str, str, str]]:
+    """``(dotted key, value, help)`` of every option, as resolved for ``experiment``."""
+    rows = [(f.name, getattr(experiment, f.name), f.metadata) for f in _top_fields().values()]
+    rows += [
+        (f"algo.{f.name}", getattr(experiment.algo, f.name), f.metadata) for f in dataclasses.fields(experiment.algo)
+    ]
+    options = [
+        (key, json.dumps(_plain(value)), meta["doc"] + (" [traced]" if meta["traced"] else "") + _range_text(meta))
+        for key, value, meta in rows
+    ]
+    for key, default in {**env_parameters(experiment.env), "time_limit": "none"}.items():
+        value = experiment.env_params.get(key, default)
+        options.append(
+            (f"env_params.{key}", str(value), "of the environment" + (" [traced]" * isinstance(default, float)))
+        )
+    return options
+
+
+def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, tuple[Any, str]]:
+    """Flattened entries of a file and, under them, of its base."""
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise InputError(f"cannot read config {path}: {error.strerror}") from error
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(f"{path}: not valid TOML: {error}") from error
+    entries: dict[str, tuple[Any, str]] = {}
+    base = data.pop("base", None)
+    if base is not None:
+        if not isinstance(base, str):
+            raise InputError(f"{path}: base must be the name of a file, got {base!r}")
+        base_path = (path.parent / base).resolve()
+        if base_path in (*seen, path.resolve()):
+            raise InputError(f"{path}: base {base!r} leads back to itself")
+        entries = _read(base_path, (*seen, path.resolve()))
+    own = _flatten(data, str(path))
+    if "algo.name" in own and own["algo.name"][0] != entries.get("algo.name", own["algo.name"])[0]:
+        entries = {k: v for k, v in entries.items() if not k.startswith("algo.")}
+    return entries | own
+
+
+def _flatten(data: dict[str, Any], origin: str) -> dict[str, tuple[Any, str]]:
+    entries: dict[str, tuple[Any, str]] = {}
+    for key, value in data.items():
+        if key not in SECTIONS:
+            entries[key] = (value, origin)
+            continue
+        if not isinstance(value, dict):
+            raise InputError(f"{origin}: {key} must be a table, [{key}], got {value!r}")
+        for name, item in value.items():
+            if key == "sweep" and isinstance(item, dict):  # [sweep.algo] learning_rate = [...]
+                entries |= {f"sweep.{name}.{n}": (v, origin) for n, v in item.items()}
+            else:
+                entries[f"{key}.{name}"] = (item, origin)
+    return entries
+
+
+def _resolve(entries: dict[str, tuple[Any, str]], name: str) -> Experiment:
+    top = _top_fields()
+    algo_name, origin = entries.pop("algo.name", ("ppo", "default"))
+    if not isinstance(algo_name, str) or algo_name not in AGENTS:
+        raise InputError(
+            f"{origin}: unknown algo.name {algo_name!r}{did_you_mean(str(algo_name), list(AGENTS))}; "
+            f"known: {', '.join(AGENTS)}"
+        )
+    config_class = agent_module(algo_name).Config
+    algo = {f"algo.{f.name}": f for f in dataclasses.fields(config_class)}
+    hints = {
+        **typing.get_type_hints(Experiment),
+        **{f"algo.{k}": v for k, v in typing.get_type_hints(config_class).items()},
+    }
+    fields = {**top, **algo}
+    known = [*fields, "algo.name", "base", *SECTIONS]
+
+    def convert(key: str, value: Any, origin: str) -> Any:
+        value = _convert(key, value, hints[key], origin)
+        _check_range(key, value, fields[key].metadata, origin)
+        return value
+
+    values: dict[str, Any] = {}
+    env_entries = {key: entry for key, entry in entries.items() if key.split(".")[-2:-1] == ["env_params"]}
+    for key, (value, origin) in entries.items():
+        if key in env_entries:
+            continue
+        swept = key.removeprefix("sweep.")
+        if swept != key and swept in algo:
+            values[key] = tuple(convert(swept, v, origin) for v in _as_list(key, value, origin))
+        elif swept == key and key in fields:
+            values[key] = convert(key, value, origin)
+        else:
+            options = [f"sweep.{k}" for k in algo] if swept != key else known
+            raise InputError(f"{origin}: unknown key {key}{did_you_mean(key, options)}")
+    for key in ("env", "total_steps"):
+        if key not in values:
+            raise InputError(
+                f"the config must set {key}, as in {'env' if key == 'env' else key} = "
+                + ('"CartPole-v1"' if key == "env" else "500_000")
+            )
+    try:
+        env_known = env_parameters(values["env"])
+    except ValueError as error:
+        raise InputError(f"{entries['env'][1]}: {error}") from error
+    for key, (value, origin) in env_entries.items():
+        param = key.split(".")[-1]
+        if param not in env_known and param != "time_limit":
+            near = did_you_mean(param, [*env_known, "time_limit"])
+            raise InputError(f"{origin}: unknown key {key}: {values['env']} has no parameter {param!r}{near}")
+        swept = key.startswith("sweep.")
+        items = _as_list(key, value, origin) if swept else [value]
+        items = [_env_value(key, item, env_known.get(param, 1), origin) for item in items]
+        values[key] = tuple(items) if swept else items[0]
+
+    seeds = values.get("seeds", Experiment.seeds)
+    if len(set(seeds)) != len(seeds) or not seeds:
+        raise InputError(f"{entries['seeds'][1]}: seeds must hold one or more different numbers, got {list(seeds)}")
+    sections: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+    for key, value in values.items():
+        section, _, rest = key.partition(".")
+        if rest:
+            sections[section][rest] = value
+    settings = sections["algo"]
+    if "anneal_steps" in {f.name for f in dataclasses.fields(config_class)}:
+        settings.setdefault("anneal_steps", None)
+        if settings["anneal_steps"] is None:
+            settings["anneal_steps"] = float(values["total_steps"])
+    top_values = {key: value for key, value in values.items() if key in top}
+    return Experiment(
+        **{"name": name, **top_values},
+        env_params=sections["env_params"],
+        algo=config_class(**settings),
+        sweep=dict(sorted(sections["sweep"].items())),
+    )
+
+
+def _top_fields() -> dict[str, dataclasses.Field[Any]]:
+    return {f.name: f for f in dataclasses.fields(Experiment) if f.name not in SECTIONS}
+
+
+def _convert(key: str, value: Any, hint: Any, origin: str) -> Any:
+    """``value`` as ``hint`` asks: whole floats pass as int, ints as float, the text "none" as None."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        if value is None or (isinstance(value, str) and value.lower() == "none"):
+            return None
+        hint = next(option for option in typing.get_args(hint) if option is not type(None))
+    if typing.get_origin(hint) is tuple:
+        item = typing.get_args(hint)[0]
+        values = value if isinstance(value, list | tuple) else [value]
+        return tuple(_convert(key, v, item, origin) for v in values)
+    if hint is float and _is_number(value):
+        return float(value)
+    if hint is int and _is_number(value) and value == int(value):
+        return int(value)
+    if (hint is bool and isinstance(value, bool)) or (hint is str and isinstance(value, str)):
+        return value
+    wanted = {float: "a number", int: "a whole number", bool: "true or false", str: "text"}[hint]
+    raise InputError(f"{origin}: {key} must be {wanted}, got {value!r}")
+
+
+def _check_range(key: str, value: Any, meta: Any, origin: str) -> None:
+    for item in value if isinstance(value, tuple) else (value,):
+        if item is None:
+            continue
+        low, high, above, choices = (meta.get(k) for k in ("low", "high", "above", "choices"))
+        if choices is not None and item not in choices:
+            raise InputError(
+                f"{origin}: {key} must be one of {', '.join(choices)}, got {item!r}{did_you_mean(item, list(choices))}"
+            )
+        is_outside = (low is not None and item < low) or (high is not None and item > high)
+        if is_outside or (above is not None and item <= above):
+            raise InputError(f"{origin}: {key} must be{_range_text(meta)}, got {item!r}")
+    if key.endswith("hidden") and (not value or min(value) < 1):
+        raise InputError(f"{origin}: {key} must hold one or more positive sizes, got {list(value)}")
+
+
+def _range_text(meta: Any) -> str:
+    bounds = ((">=", meta.get("low")), ("<=", meta.get("high")), (">", meta.get("above")))
+    text = " and ".join(f"{sign} {bound}" for sign, bound in bounds if bound is not None)
+    if meta.get("choices"):
+        text = "one of " + ", ".join(meta["choices"])
+    return f" {text}" if text else ""
+
+
+def _env_value(key: str, value: Any, default: Any, origin: str) -> Any:
+    if isinstance(default, bool) or not isinstance(default, int | float):
+        return value
+    if not _is_number(value):
+        raise InputError(f"{origin}: {key} must be a number, got {value!r}")
+    return float(value) if isinstance(default, float) else value
+
+
+def _as_list(key: str, value: Any, origin: str) -> list[Any]:
+    if not isinstance(value, list | tuple) or not value:
+        raise InputError(f"{origin}: {key} must be a list of values to sweep, got {value!r}")
+    return list(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _literal(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return {"True": True, "False": False}.get(text, text)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return "none" if value is None else value

@@ -1,0 +1,76 @@
+"""Evaluation: the return of the first episode of each of many environments."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import Array
+
+from rljax.agents import Agent
+from rljax.envs import Discrete, Environment, TimeStep
+from rljax.networks.distributions import Categorical, mask_logits
+
+
+@struct.dataclass
+class Evaluation:
+    """Episodes ``[E]``.
+
+    Attributes:
+      returns: float32, undiscounted; of an unfinished episode, what it had earned so far.
+      lengths: int32, steps.
+      finished: bool, False where ``max_steps`` came first.
+    """
+
+    returns: Array
+    lengths: Array
+    finished: Array
+
+
+def evaluate_agent(
+    agent: Agent, env: Environment, state: Any, key: Array, episodes: int, max_steps: int, greedy: bool = True
+) -> Evaluation:
+    """Plays ``episodes`` episodes side by side, exactly one in each environment, so that short ones count no more than long ones.
+
+    Pure and traceable. The same ``key`` gives the same start states and the same environment noise.
+    """
+    reset_key, play_key = jax.random.split(key)
+    env_state, timestep = jax.vmap(env.reset)(jax.random.split(reset_key, episodes))
+    zeros = Evaluation(jnp.zeros(episodes), jnp.zeros(episodes, jnp.int32), jnp.zeros(episodes, bool))
+
+    def running(loop):
+        step, _, _, _, result = loop
+        return (step < max_steps) & ~jnp.all(result.finished)
+
+    def play(loop):
+        step, env_state, timestep, carry, result = loop
+        act_key, env_key = jax.random.split(jax.random.fold_in(play_key, step))
+        carry, action = agent.act(state, carry, timestep, act_key, greedy)
+        env_state, timestep = jax.vmap(env.step)(jax.random.split(env_key, episodes), env_state, action)
+        result = Evaluation(
+            returns=result.returns + jnp.where(result.finished, 0.0, timestep.reward),
+            lengths=result.lengths + ~result.finished,
+            finished=result.finished | timestep.done,
+        )
+        return step + 1, env_state, timestep, carry, result
+
+    start = (jnp.zeros((), jnp.int32), env_state, timestep, agent.start(state, timestep), zeros)
+    return jax.lax.while_loop(running, play, start)[-1]
+
+
+def random_agent(env: Environment) -> Agent:
+    """Acts uniformly at random among the legal actions (a finite box uniformly, an infinite one from a clipped normal)."""
+
+    def act(state: Any, carry: Any, timestep: TimeStep, key: Array, greedy: bool) -> tuple[Any, Array]:
+        batch = timestep.reward.shape[0]
+        if isinstance(env.action_space, Discrete) and timestep.action_mask is not None:
+            return (), Categorical(mask_logits(jnp.zeros(timestep.action_mask.shape), timestep.action_mask)).sample(key)
+        return (), jax.vmap(env.action_space.sample)(jax.random.split(key, batch))
+
+    return Agent(
+        init=lambda key, data=None: (),
+        step=lambda state, data=None: (state, {}),
+        start=lambda state, timestep: (),
+        act=act,
+        env_steps=0,
+    )

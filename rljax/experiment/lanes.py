@@ -1,0 +1,205 @@
+"""Lanes: (seed, hyper-parameters) pairs mapped over one program, and the program's three compiled functions."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from rljax.agents import Agent, make_agent
+from rljax.envs import Environment, make_env
+from rljax.experiment.config import Experiment, InputError
+from rljax.experiment.evaluation import Evaluation, evaluate_agent, random_agent
+
+AXIS = "lanes"
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """One traced program over all lanes of an experiment.
+
+    ``lanes`` holds everything in which lanes differ; its leaves, and those of every state, start with the axis ``[lanes]``,
+    padded to a multiple of the number of devices by repeating the last lane.
+
+    Attributes:
+      num_lanes: without padding.
+      lanes: ``(seeds, swept algorithm fields, swept environment parameters)``.
+      updates_per_chunk: calls of ``Agent.step`` in a chunk.
+      num_chunks: chunks of a whole run.
+      chunks_per_eval: a run is evaluated after every so many chunks, and after its last.
+      env_steps: environment steps per seed of one update.
+      init: ``lanes -> states``, jitted.
+      chunk: ``(lanes, states) -> (states, {metric: (sum, count)}, finite)``, jitted; donates the states.
+      evaluate: ``(lanes, states) -> Evaluation``, jitted.
+      traces: how often each function was traced, by name.
+    """
+
+    experiment: Experiment
+    num_lanes: int
+    lanes: Any
+    mesh: Mesh
+    updates_per_chunk: int
+    num_chunks: int
+    chunks_per_eval: int
+    env_steps: int
+    init: Any
+    chunk: Any
+    evaluate: Any
+    traces: dict[str, int]
+
+    def steps_at(self, chunk: int) -> int:
+        """Environment steps per seed after ``chunk`` chunks, as a Python integer (int32 would overflow at 2.1e9)."""
+        return chunk * self.updates_per_chunk * self.env_steps
+
+    def evaluates_at(self, chunk: int) -> bool:
+        return chunk % self.chunks_per_eval == 0 or chunk == self.num_chunks
+
+    def pad(self, tree: Any) -> Any:
+        """Puts arrays ``[num_lanes, ...]`` on the devices, padded."""
+        return jax.device_put(_pad(tree, self.mesh.size), NamedSharding(self.mesh, PartitionSpec(AXIS)))
+
+    def unpad(self, tree: Any) -> Any:
+        """Without the padding lanes."""
+        return jax.tree.map(lambda x: x[: self.num_lanes], tree)
+
+
+CHUNKS_PER_EVAL = 5  # progress lines and metric rows between two evaluations
+
+
+def build(experiment: Experiment, devices: list[jax.Device] | None = None) -> Program:
+    """Builds the program of an experiment with traced sweeps only (see `Experiment.programs`).
+
+    Raises:
+      InputError: the algorithm does not fit the environment; one line that names the key.
+    """
+    static_axes = [key for key in experiment.sweep if not experiment.is_traced(key)]
+    if static_axes:
+        raise InputError(f"{static_axes[0]} is static: run each of experiment.programs() by itself")
+    fixed_env = None
+    if not any(key.startswith("env_params.") for key in experiment.sweep):
+        fixed_env = _checked(lambda: make_env(experiment.env, **experiment.env_params))
+
+    def bind(lane: Any) -> tuple[Environment, Agent]:
+        _, algo, env_params = lane
+        env = fixed_env or make_env(experiment.env, **{**experiment.env_params, **env_params})
+        return env, make_agent(dataclasses.replace(experiment.algo, **algo), env)
+
+    traces = {"init": 0, "chunk": 0, "evaluate": 0}
+
+    def init(lane: Any) -> Any:
+        traces["init"] += 1
+        return bind(lane)[1].init(jax.random.key(lane[0]))
+
+    def chunk(lane: Any, state: Any) -> tuple[Any, dict[str, tuple[Array, Array]], Array]:
+        traces["chunk"] += 1
+        agent = bind(lane)[1]
+        state, metrics = jax.lax.scan(lambda state, _: agent.step(state), state, length=updates_per_chunk)
+        is_finite = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(state.params)]
+        return state, {name: _total(value) for name, value in metrics.items()}, jnp.all(jnp.stack(is_finite))
+
+    def evaluate(lane: Any, state: Any) -> Evaluation:
+        traces["evaluate"] += 1
+        env, agent = bind(lane)
+        return evaluate_agent(
+            agent, env, state, evaluation_key(experiment), experiment.eval_episodes, experiment.eval_max_steps
+        )
+
+    lanes = _stack(experiment)
+    num_lanes = len(experiment.lanes())
+    devices = (devices or jax.devices())[:num_lanes]
+    mesh = Mesh(np.asarray(devices), (AXIS,))
+    example = jax.tree.map(lambda x: x[0], lanes)
+    env_steps = _checked(lambda: _env_steps(bind, example))
+    updates = -(-experiment.total_steps // env_steps)
+    updates_per_chunk = max(1, -(-updates // (experiment.evals * CHUNKS_PER_EVAL)))
+    num_chunks = -(-updates // updates_per_chunk)
+    per_device = -(-num_lanes // len(devices))
+    program = Program(
+        experiment=experiment,
+        num_lanes=num_lanes,
+        lanes=None,
+        mesh=mesh,
+        updates_per_chunk=updates_per_chunk,
+        num_chunks=num_chunks,
+        chunks_per_eval=-(-num_chunks // experiment.evals),
+        env_steps=env_steps,
+        init=jax.jit(_lift(init, mesh, per_device)),
+        chunk=jax.jit(_lift(chunk, mesh, per_device), donate_argnums=1),
+        evaluate=jax.jit(_lift(evaluate, mesh, per_device)),
+        traces=traces,
+    )
+    return dataclasses.replace(program, lanes=program.pad(lanes))
+
+
+def evaluation_key(experiment: Experiment) -> Array:
+    """Key of every evaluation: apart from the seeds' keys even where the numbers agree."""
+    return jax.random.fold_in(jax.random.key(experiment.eval_seed), 0xE7A1)
+
+
+def evaluate_random(experiment: Experiment) -> Evaluation:
+    """The random policy on the evaluation episodes (of the first setting, where environment parameters are swept)."""
+    swept = {key[11:]: values[0] for key, values in experiment.sweep.items() if key.startswith("env_params.")}
+    env = make_env(experiment.env, **{**experiment.env_params, **swept})
+    agent = random_agent(env)
+    key = evaluation_key(experiment)
+    return jax.jit(
+        lambda: evaluate_agent(agent, env, (), key, experiment.eval_episodes, experiment.eval_max_steps, greedy=False)
+    )()
+
+
+def _env_steps(bind: Callable[[Any], tuple[Environment, Agent]], lane: Any) -> int:
+    steps = []
+    jax.eval_shape(lambda lane: steps.append(bind(lane)[1].env_steps), lane)
+    return steps[0]
+
+
+def _checked(function: Callable[[], Any]) -> Any:
+    try:
+        return function()
+    except (ValueError, TypeError) as error:
+        raise InputError(str(error)) from error
+
+
+def _stack(experiment: Experiment) -> Any:
+    """``(seeds uint32 [L], {algo field: [L]}, {environment parameter: [L]})``."""
+    rows = experiment.lanes()
+
+    def columns(section: str) -> dict[str, Array]:
+        keys = [key for key in experiment.sweep if key.startswith(section)]
+        return {key[len(section) :]: jnp.asarray([row[key] for row in rows], jnp.float32) for key in keys}
+
+    return jnp.asarray([row["seed"] for row in rows], jnp.uint32), columns("algo."), columns("env_params.")
+
+
+def _total(value: Any) -> tuple[Array, Array]:
+    """``(sum, count)`` over the updates of a chunk, of a scalar metric ``[K]`` or of a pair of them."""
+    if isinstance(value, tuple):
+        return value[0].sum(), value[1].astype(jnp.float32).sum()
+    return value.astype(jnp.float32).sum(), jnp.float32(value.shape[0])
+
+
+def _pad(tree: Any, multiple: int) -> Any:
+    def pad(x):
+        missing = -x.shape[0] % multiple
+        return jnp.concatenate([x, jnp.repeat(x[-1:], missing, axis=0)]) if missing else x
+
+    return jax.tree.map(pad, tree)
+
+
+def _lift(function: Callable[..., Any], mesh: Mesh, per_device: int) -> Callable[..., Any]:
+    """Maps a function of one lane over lanes: sharded over the devices, ``vmap`` within each.
+
+    One lane a device is not mapped at all, since XLA runs a batch of one slower than no batch.
+    """
+    if per_device == 1:
+
+        def mapped(*args):
+            return jax.tree.map(lambda x: x[None], function(*jax.tree.map(lambda x: x[0], args)))
+    else:
+        mapped = jax.vmap(function)
+    spec = PartitionSpec(AXIS)
+    return jax.shard_map(mapped, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)

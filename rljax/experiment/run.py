@@ -1,0 +1,486 @@
+"""The run loop: compile once, then chunk by chunk log, evaluate and checkpoint; resume where a killed run stopped."""
+
+import contextlib
+import dataclasses
+import datetime
+import fcntl
+import json
+import math
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+
+from rljax.agents import Agent, make_agent
+from rljax.envs import make_env
+from rljax.experiment import lanes as lanes_module
+from rljax.experiment import report
+from rljax.experiment.checkpoint import Checkpoints, SaveError
+from rljax.experiment.config import Experiment, InputError, load
+from rljax.experiment.evaluation import Evaluation, evaluate_agent
+from rljax.experiment.lanes import Program, build, evaluate_random
+
+Listener = Callable[[dict[str, Any]], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What a finished run produced, as arrays.
+
+    Attributes:
+      path: the run directory.
+      experiment: the resolved config.
+      lanes: one dict a lane: ``lane``, ``seed`` and the swept values.
+      eval_steps: int64 ``[E]``, environment steps per seed at each evaluation.
+      eval_returns: float64 ``[lanes, E]``, mean return of the evaluation episodes; NaN where a lane had failed.
+      states: the final `TrainState`; every leaf ``[lanes, ...]``.
+      summary: what ``summary.json`` holds.
+    """
+
+    path: Path
+    experiment: Experiment
+    lanes: list[dict[str, Any]]
+    eval_steps: np.ndarray
+    eval_returns: np.ndarray
+    states: Any
+    summary: dict[str, Any]
+
+    def policy(self, lane: int) -> tuple[Agent, Any]:
+        """``(agent, state)`` of one lane, to act with: ``agent.act(state, None, timestep, key, True)``."""
+        return lane_agent(self.experiment, lane), jax.tree.map(lambda x: x[lane], self.states)
+
+
+def run(experiment: Experiment, *, fresh: bool = False, listener: Listener | None = None, argv: list[str] | None = None) -> Result:
+    """Trains every lane of an experiment, in its run directory; resumes what is there.
+
+    Args:
+      experiment: with traced sweeps only; `Experiment.programs` splits others.
+      fresh: deletes what the run directory holds and starts over.
+      listener: called with a dict at each event: ``start``, ``chunk``, ``evaluation``, ``note`` and ``end``.
+      argv: recorded in ``run.json``.
+
+    Raises:
+      InputError: wrong input, or a run directory that cannot be used; one line.
+      SaveError: the disk is full; the last checkpoint is valid and the run can be resumed.
+    """
+    say = listener or (lambda event: None)
+    use_host_devices(len(experiment.lanes()))
+    path = experiment.path
+    with _locked(path, fresh):
+        info = _read_json(path / "run.json") if (path / "run.json").exists() else {}
+        if info.get("status") == "finished":
+            say({"event": "note", "text": f"finished already: {path} (--fresh starts over)"})
+            return result(path)
+        return _train(experiment, path, info, say, argv or sys.argv)
+
+
+def resume(path: str | Path, **kwargs: Any) -> Result:
+    """`run` on the config of an existing run directory."""
+    return run(load_run(path), **kwargs)
+
+
+def _train(experiment: Experiment, path: Path, info: dict[str, Any], say: Listener, argv: list[str]) -> Result:
+    clock = time.perf_counter
+    began = clock()
+    program = build(experiment)
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.toml").write_text(experiment.to_toml())
+    checkpoints = Checkpoints(path / "checkpoints")
+    abstract = jax.eval_shape(program.init, program.lanes)
+    restored = checkpoints.restore_latest(jax.eval_shape(program.unpad, abstract))
+
+    compile_began = clock()
+    chunk_program = program.chunk.lower(program.lanes, abstract).compile()
+    evaluate_program = program.evaluate.lower(program.lanes, abstract).compile()
+    if restored is None:
+        done, states = 0, program.init(program.lanes)
+        random = evaluate_random(experiment)
+        baseline = {
+            "return": float(np.mean(random.returns)),
+            "std": float(np.std(random.returns)),
+            "episodes": experiment.eval_episodes,
+        }
+    else:
+        done, states, notes = restored
+        states = program.pad(states)
+        checkpoints.drop_after(done)
+        baseline = info["random"]
+        for note in notes:
+            say({"event": "note", "text": f"{note}; resuming from checkpoint {done}, the newest that can be"})
+    jax.block_until_ready(states)
+    compile_seconds = clock() - compile_began
+
+    steps_asked, steps_done = experiment.total_steps, program.steps_at(program.num_chunks)
+    earlier = {key: info.get(key, 0.0) for key in ("wall_seconds", "compile_seconds", "train_seconds")} if done else {}
+    info = {
+        **provenance(experiment, argv),
+        "started": info.get("started", _now()) if done else _now(),
+        "status": "running",
+        "steps_asked": steps_asked,
+        "steps_done": program.steps_at(done),
+        "lanes": experiment.lanes(),
+        "random": baseline,
+        "failed": [],
+        **earlier,
+    }
+    _write_json(path / "run.json", info)
+    metrics = _Metrics(path / "metrics.jsonl", experiment.lanes(), last_step=program.steps_at(done) if restored else -1)
+    say({"event": "start", "path": path, "experiment": experiment, "program": program, "resumed_at": program.steps_at(done)})
+    if steps_done != steps_asked:
+        text = f"total_steps {steps_asked:,} is rounded up to {steps_done:,}: {program.env_steps:,} a update, "
+        say({"event": "note", "text": text + f"{program.updates_per_chunk} updates a chunk"})
+
+    train_seconds, saved_at = earlier.get("train_seconds", 0.0), clock()
+
+    def account(status: str) -> None:
+        info.update(
+            status=status,
+            steps_done=program.steps_at(done),
+            failed=metrics.failed,
+            wall_seconds=earlier.get("wall_seconds", 0.0) + clock() - began,
+            compile_seconds=earlier.get("compile_seconds", 0.0) + compile_seconds,
+            train_seconds=train_seconds,
+            steps_per_second=program.steps_at(done) * program.num_lanes / train_seconds if train_seconds else None,
+        )
+        _write_json(path / "run.json", info)
+
+    try:
+        if restored is None:
+            metrics.write(0, None, None, program.unpad(evaluate_program(program.lanes, states)))
+        while done < program.num_chunks:
+            chunk_began = clock()
+            states, totals, finite = chunk_program(program.lanes, states)
+            totals, finite = program.unpad(jax.device_get((totals, finite)))
+            seconds = clock() - chunk_began
+            train_seconds += seconds
+            done += 1
+            evaluation = None
+            if program.evaluates_at(done):
+                evaluation = program.unpad(jax.device_get(evaluate_program(program.lanes, states)))
+            for failure in metrics.write(program.steps_at(done), totals, finite, evaluation):
+                say({"event": "note", "text": f"lane {failure['lane']} (seed {failure['seed']}) failed at step "
+                     f"{failure['step']:,}: {failure['reason']}; the other lanes go on"})
+            if done == program.num_chunks or clock() - saved_at >= experiment.checkpoint_seconds:
+                metrics.flush()
+                checkpoints.save(done, program.unpad(states))
+                saved_at = clock()
+                account("running")
+            say({
+                "event": "chunk",
+                "step": program.steps_at(done),
+                "total": steps_done,
+                "steps_per_second": program.steps_at(1) * program.num_lanes / seconds,
+                "totals": totals,
+                "evaluation": evaluation,
+                "failed": metrics.failed,
+            })
+    finally:
+        metrics.close()
+        checkpoints.close()
+    info["finished"] = _now()
+    account("finished")
+    summary = report.write_summary(path)
+    report.write_curve(path)
+    report.write_report(path)
+    say({"event": "end", "path": path, "summary": summary})
+    return result(path, jax.device_get(program.unpad(states)))
+
+
+def result(path: str | Path, states: Any = None) -> Result:
+    """The `Result` of a finished run directory; reads the states from its last checkpoint where they are not given."""
+    experiment, path = load_run(path), Path(path)
+    run_data = report.read_run(path)
+    rows = [row for row in run_data.rows if "eval/return" in row]
+    steps = sorted({row["step"] for row in rows})
+    lanes = experiment.lanes()
+    returns = np.full((len(lanes), len(steps)), np.nan)
+    for row in rows:
+        if row["eval/return"] is not None:
+            returns[row["lane"], steps.index(row["step"])] = row["eval/return"]
+    summary = report.summarize(path)
+    if states is None:
+        states = load_states(path)[1]
+    return Result(path, experiment, lanes, np.asarray(steps, np.int64), returns, states, summary)
+
+
+def load_run(path: str | Path) -> Experiment:
+    """The resolved config of a run directory.
+
+    Raises:
+      InputError: no run there.
+    """
+    path = Path(path)
+    if not (path / "config.toml").is_file():
+        runs = sorted(str(p.parent) for p in path.glob("*/config.toml"))
+        hint = f"; did you mean {' or '.join(runs[:3])}?" if runs else ""
+        raise InputError(f"{path} is not a run directory: it has no config.toml{hint}")
+    experiment = load(path / "config.toml")
+    return dataclasses.replace(experiment, out=str(path.absolute().parent.parent), name=path.absolute().parent.name)
+
+
+def load_states(path: str | Path, chunk: int | None = None) -> tuple[int, Any]:
+    """``(environment steps, states of all lanes)`` of a checkpoint of a run, the last by default.
+
+    Raises:
+      InputError: there is none, or it cannot be read.
+    """
+    experiment = load_run(path)
+    program = build(experiment)
+    abstract = jax.eval_shape(program.unpad, jax.eval_shape(program.init, program.lanes))
+    checkpoints = Checkpoints(Path(path) / "checkpoints")
+    try:
+        if chunk is not None:
+            return program.steps_at(chunk), checkpoints.restore(chunk, abstract)
+        restored = checkpoints.restore_latest(abstract)
+    finally:
+        checkpoints.close()
+    if restored is None:
+        raise InputError(f"{path} has no checkpoint yet")
+    return program.steps_at(restored[0]), restored[1]
+
+
+def lane_agent(experiment: Experiment, lane: int) -> Agent:
+    """The agent of one lane, with its own hyper-parameters and environment parameters."""
+    row = experiment.lanes()[lane]
+    single = experiment._with({key: row[key] for key in experiment.sweep})
+    return make_agent(single.algo, make_env(single.env, **single.env_params))
+
+
+def evaluate(path: str | Path, episodes: int | None = None, seed: int | None = None) -> tuple[int, Evaluation]:
+    """Evaluates the last checkpoint of a run greedily; by default the very episodes of its last logged evaluation.
+
+    Returns:
+      ``(environment steps, Evaluation [lanes, episodes])``.
+    """
+    experiment = load_run(path)
+    use_host_devices(len(experiment.lanes()))
+    changes = {"eval_episodes": episodes, "eval_seed": seed}
+    experiment = dataclasses.replace(experiment, **{k: v for k, v in changes.items() if v is not None})
+    steps, states = load_states(path)
+    program = build(experiment)
+    return steps, program.unpad(jax.device_get(program.evaluate(program.lanes, program.pad(states))))
+
+
+def train(experiment: Experiment) -> tuple[Any, dict[str, Array], Evaluation]:
+    """The whole training of all lanes as one program, with no host in the loop, no files and no checkpoints.
+
+    Returns:
+      ``(states, {metric: [lanes, chunks]}, Evaluation [lanes, episodes] of the final policies)``.
+    """
+    use_host_devices(len(experiment.lanes()))
+    program = build(experiment)
+
+    @jax.jit
+    def whole(lanes):
+        def chunk(states, _):
+            states, totals, _ = program.chunk(lanes, states)
+            return states, jax.tree.map(lambda pair: pair[0] / pair[1], totals, is_leaf=lambda x: isinstance(x, tuple))
+
+        states, metrics = jax.lax.scan(chunk, program.init(lanes), length=program.num_chunks)
+        return states, jax.tree.map(lambda x: x.swapaxes(0, 1), metrics), program.evaluate(lanes, states)
+
+    return program.unpad(whole(program.lanes))
+
+
+def plan(experiment: Experiment) -> dict[str, Any]:
+    """What a run would be, without training: sizes, and memory predicted by the compiled program."""
+    use_host_devices(len(experiment.lanes()))
+    program = build(experiment)
+    abstract = jax.eval_shape(program.init, program.lanes)
+    began = time.perf_counter()
+    memory = program.chunk.lower(program.lanes, abstract).compile().memory_analysis()
+    seconds = time.perf_counter() - began
+    state_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(abstract))
+    total_steps = program.steps_at(program.num_chunks)
+    num_evals = 1 + sum(program.evaluates_at(chunk) for chunk in range(1, program.num_chunks + 1))
+    return {
+        "path": str(experiment.path),
+        "lanes": program.num_lanes,
+        "devices": program.mesh.size,
+        "env_steps_per_update": program.env_steps,
+        "updates": program.num_chunks * program.updates_per_chunk,
+        "updates_per_chunk": program.updates_per_chunk,
+        "steps_per_seed": total_steps,
+        "steps_all_lanes": total_steps * program.num_lanes,
+        "evaluations": num_evals,
+        "eval_episodes_all_lanes": num_evals * program.num_lanes * experiment.eval_episodes,
+        "state_bytes": state_bytes,
+        "device_bytes": memory.temp_size_in_bytes + memory.argument_size_in_bytes if memory else None,
+        "compile_seconds": seconds,
+    }
+
+
+def use_host_devices(lanes: int) -> None:
+    """On CPU, one host device a core (at most one a lane), since XLA keeps one small program on one core.
+
+    Does nothing once jax has started, or where XLA_FLAGS sets the number already. Also turns on the persistent compilation
+    cache, unless the user configured one.
+    """
+    if not jax.config.jax_compilation_cache_dir:
+        cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "rljax" / "xla"
+        jax.config.update("jax_compilation_cache_dir", str(cache))
+    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        with contextlib.suppress(RuntimeError):
+            jax.config.update("jax_num_cpu_devices", max(1, min(cores, lanes)))
+
+
+class _Metrics:
+    """Appends rows to ``metrics.jsonl``; on resume first drops the rows past the checkpoint."""
+
+    def __init__(self, path: Path, lanes: list[dict[str, Any]], last_step: int):
+        self._lanes = lanes
+        self.failed: list[dict[str, Any]] = []
+        kept = []
+        if path.exists():
+            for line in path.read_text().splitlines():
+                try:
+                    row = json.loads(line)
+                except json.JSONDecodeError:
+                    break  # half a line, from a kill while writing
+                if row["step"] <= last_step:
+                    kept.append(line)
+                    self._note_failure(row)
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text("".join(line + "\n" for line in kept))
+        os.replace(temporary, path)
+        self._file = path.open("a")
+
+    def write(
+        self, step: int, totals: dict[str, Any] | None, finite: np.ndarray | None, evaluation: Evaluation | None
+    ) -> list[dict[str, Any]]:
+        """One row a lane; returns the lanes that failed in this chunk."""
+        new_failures = []
+        for i, lane in enumerate(self._lanes):
+            row: dict[str, Any] = {"step": step, **lane}
+            if totals is not None and finite is not None:
+                row |= _finalize({name: (s[i], n[i]) for name, (s, n) in totals.items()})
+                row["finite"] = bool(finite[i])
+            if evaluation is not None:
+                returns = np.asarray(evaluation.returns[i], np.float64)
+                row |= {
+                    "eval/return": returns.mean(),
+                    "eval/return_std": returns.std(),
+                    "eval/length": float(np.mean(evaluation.lengths[i])),
+                    "eval/episodes": len(returns),
+                    "eval/unfinished": int(np.sum(~evaluation.finished[i])),
+                }
+            if self._note_failure(row):
+                new_failures.append(self.failed[-1])
+            if row.get("finite") is False:
+                row |= {name: None for name in row if name.startswith("eval/return")}
+            self._file.write(json.dumps({key: _json_number(value) for key, value in row.items()}) + "\n")
+        self._file.flush()
+        return new_failures
+
+    def flush(self) -> None:
+        """To the disk: the rows up to a checkpoint must outlive it."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _note_failure(self, row: dict[str, Any]) -> bool:
+        is_new = row.get("finite") is False and row["lane"] not in {f["lane"] for f in self.failed}
+        if is_new:
+            reason = "non-finite parameters"
+            self.failed.append({"lane": row["lane"], "seed": row["seed"], "step": row["step"], "reason": reason})
+        return is_new
+
+
+def _finalize(totals: dict[str, tuple[Any, Any]]) -> dict[str, Any]:
+    """Sums and counts to means; None where there was nothing to count."""
+    row = {name: float(s) / float(n) if n else None for name, (s, n) in totals.items()}
+    if "episode/return_square" in row:
+        mean, square = row["episode/return"], row.pop("episode/return_square")
+        row["episode/return_std"] = None if square is None else math.sqrt(max(square - mean * mean, 0.0))
+        row["episode/count"] = int(totals["episode/return"][1])
+    return row
+
+
+def _json_number(value: Any) -> Any:
+    if isinstance(value, float | np.floating):
+        return float(value) if math.isfinite(value) else None
+    return value
+
+
+def provenance(experiment: Experiment, argv: list[str]) -> dict[str, Any]:
+    """What a reader needs to get the same numbers again."""
+    packages = ("rljax", "jax", "jaxlib", "flax", "optax", "gymnax", "brax", "orbax-checkpoint", "numpy")
+    versions = {"python": platform.python_version()}
+    for package in packages:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    commit, dirty = _commit()
+    return {
+        "name": experiment.name,
+        "config_hash": experiment.hash,
+        "env": experiment.env,
+        "agent": experiment.algo_name,
+        "sweep": {key: list(values) for key, values in experiment.sweep.items()},
+        "argv": argv,
+        "command": shlex.join(["rljax", "reproduce", str(experiment.path)]),
+        "commit": commit,
+        "dirty": dirty,
+        "versions": versions,
+        "devices": [str(device) for device in jax.devices()],
+        "platform": f"{platform.system()} {platform.machine()}, {jax.default_backend()}",
+    }
+
+
+def _commit() -> tuple[str | None, bool | None]:
+    """Commit of the checkout that rljax runs from, else of the working directory."""
+    for directory in (Path(__file__).parent, Path.cwd()):
+        git = ["git", "-C", str(directory)]
+        with contextlib.suppress(OSError, subprocess.CalledProcessError):
+            commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+            status = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True).stdout
+            return commit, bool(status.strip())
+    return None, None
+
+
+@contextlib.contextmanager
+def _locked(path: Path, fresh: bool) -> Iterator[None]:
+    """Holds the run directory against a second process; the lock goes with the process, however it ends."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = (path.parent / f".{path.name}.lock").open("w")
+    except OSError as error:
+        raise InputError(f"out: cannot write to {path.parent}: {error.strerror}") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise InputError(f"{path} is being run by another process") from error
+        if fresh and path.exists():
+            shutil.rmtree(path)
+        yield
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise InputError(f"{path} cannot be read: {error}; --fresh starts over") from error
+
+
+def _write_json(path: Path, data: dict[str, Any]) -> None:
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(data, indent=2) + "\n")
+    os.replace(temporary, path)

@@ -1,0 +1,74 @@
+import warnings
+
+import numpy as np
+import pytest
+
+from rljax.experiment.statistics import bootstrap_interval, iqm
+
+
+def test_iqm_by_hand():
+    assert iqm([100.0, 2.0, 3.0, -50.0]) == 2.5  # one dropped at each end
+    assert iqm([0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 700.0]) == 3.5  # 2, 3, 4, 5 stay
+    assert iqm([1.0, 2.0, 6.0]) == 3.0  # under four: the mean
+    assert iqm([7.0]) == 7.0
+
+
+def test_iqm_pools_tasks():
+    scores = np.array([[0.0, 1.0, 2.0, 3.0], [10.0, 11.0, 12.0, 13.0]])
+    assert iqm(scores) == (2 + 3 + 10 + 11) / 4
+    np.testing.assert_array_equal(iqm(scores, axis=-1), [1.5, 11.5])
+
+
+def test_interval_of_two_seeds_by_hand():
+    # The four resamples of {0, 1} have means 0, 1/2, 1/2, 1: 2.5% and 97.5% fall on the ends, 30% and 70% inside.
+    assert bootstrap_interval([0.0, 1.0]) == (0.0, 1.0)
+    assert bootstrap_interval([0.0, 1.0], confidence=0.4) == (0.5, 0.5)
+
+
+def test_interval_matches_a_plain_bootstrap():
+    scores = np.random.default_rng(1).normal(size=(2, 9))
+    rng = np.random.default_rng(2)
+    drawn = np.concatenate([task[rng.integers(0, 9, (20_000, 9))] for task in scores], axis=1)
+    expected = np.percentile(iqm(drawn, axis=-1), [2.5, 97.5])
+    np.testing.assert_allclose(bootstrap_interval(scores), expected, atol=0.03)
+
+
+def test_interval_is_stratified():
+    # No spread within a task: none in the interval, however far apart the tasks are.
+    assert bootstrap_interval([[0.0] * 4, [10.0] * 4]) == (5.0, 5.0)
+    low, high = bootstrap_interval([0.0] * 4 + [10.0] * 4)
+    assert low == 0.0 and high == 10.0
+
+
+def test_tasks_may_keep_different_numbers_of_seeds():
+    low, high = bootstrap_interval([np.array([1.0, 2.0, 3.0]), np.array([4.0, 5.0])])
+    assert 1.0 < low < iqm([1.0, 2.0, 3.0, 4.0, 5.0]) < high < 5.0
+
+
+def test_interval_takes_other_statistics_and_is_deterministic():
+    scores = np.random.default_rng(0).normal(size=10)
+    assert bootstrap_interval(scores) == bootstrap_interval(scores)
+    assert bootstrap_interval(scores) != bootstrap_interval(scores, np.median)
+    narrow, wide = bootstrap_interval(scores, confidence=0.5), bootstrap_interval(scores, confidence=0.99)
+    assert wide[0] < narrow[0] < narrow[1] < wide[1]
+
+
+def test_degenerate_inputs():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert np.isnan(bootstrap_interval([3.0])).all()
+        assert np.isnan(bootstrap_interval([[3.0], [4.0]])).all()
+        assert bootstrap_interval([0.1, 0.1, 0.1]) == (iqm([0.1] * 3),) * 2
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_non_finite_scores_are_refused(bad):
+    for scores in ([1.0, bad], [[1.0, 2.0], [3.0, bad]]):
+        with pytest.raises(ValueError, match="drop failed seeds"):
+            bootstrap_interval(scores)
+
+
+@pytest.mark.parametrize("scores", [[], [[], []], np.zeros((2, 2, 2))])
+def test_empty_or_misshapen_scores_are_refused(scores):
+    with pytest.raises(ValueError, match=r"\[tasks, seeds\]"):
+        bootstrap_interval(scores)
