@@ -24,7 +24,6 @@ from jax import Array
 
 from rljax.agents import Agent, make_agent
 from rljax.envs import make_env
-from rljax.experiment import lanes as lanes_module
 from rljax.experiment import report
 from rljax.experiment.checkpoint import Checkpoints, SaveError
 from rljax.experiment.config import Experiment, InputError, load
@@ -105,19 +104,13 @@ def _train(experiment: Experiment, path: Path, info: dict[str, Any], say: Listen
     evaluate_program = program.evaluate.lower(program.lanes, abstract).compile()
     if restored is None:
         done, states = 0, program.init(program.lanes)
-        random = evaluate_random(experiment)
-        baseline = {
-            "return": float(np.mean(random.returns)),
-            "std": float(np.std(random.returns)),
-            "episodes": experiment.eval_episodes,
-        }
     else:
         done, states, notes = restored
         states = program.pad(states)
         checkpoints.drop_after(done)
-        baseline = info["random"]
         for note in notes:
             say({"event": "note", "text": f"{note}; resuming from checkpoint {done}, the newest that can be"})
+    baseline = info.get("random") or _random_baseline(experiment)
     jax.block_until_ready(states)
     compile_seconds = clock() - compile_began
 
@@ -195,6 +188,11 @@ def _train(experiment: Experiment, path: Path, info: dict[str, Any], say: Listen
     report.write_report(path)
     say({"event": "end", "path": path, "summary": summary})
     return result(path, jax.device_get(program.unpad(states)))
+
+
+def _random_baseline(experiment: Experiment) -> dict[str, Any]:
+    returns = np.asarray(evaluate_random(experiment).returns, np.float64)
+    return {"return": returns.mean(), "std": returns.std(), "episodes": len(returns)}
 
 
 def result(path: str | Path, states: Any = None) -> Result:

@@ -1,0 +1,319 @@
+"""The ``rljax`` command: thin, over `rljax.experiment`. Nothing here imports jax before a subcommand needs it."""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+COMMANDS = {
+    "run": "train every lane of a config; resumes a run that was stopped",
+    "plan": "what a run would be: programs, lanes, memory; trains nothing",
+    "eval": "evaluate the last checkpoint of a run; its config comes from the run",
+    "report": "write report.html of one run, or of several side by side",
+    "reproduce": "run the config of a run again in another directory and compare the results",
+    "list": "environments, agents and configs, a line each",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; returns the exit status: 0, 1 for a failure on the way, 2 for wrong input."""
+    arguments, extra = _parser().parse_known_args(argv)
+    from rljax.experiment import InputError, SaveError
+
+    try:
+        return globals()[f"_{arguments.command}"](arguments, extra)
+    except InputError as error:
+        print(f"rljax: {error}", file=sys.stderr)
+        return 2
+    except SaveError as error:
+        print(f"rljax: {error}; make room and run the same command again to go on", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("rljax: stopped; the same command resumes from the last checkpoint", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="rljax",
+        description="Reinforcement learning as one compiled program over many seeds.",
+        epilog="`rljax run CONFIG --help` lists every option of that config.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"rljax {_version()}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, doc in COMMANDS.items():
+        has_help = name not in ("run", "plan")
+        command = commands.add_parser(name, help=doc, description=doc, allow_abbrev=False, add_help=has_help)
+        if name in ("run", "plan"):
+            command.add_argument("config", nargs="?", help="a TOML file, or a run directory")
+            command.add_argument("-h", "--help", action="store_true", help="every option of the config")
+        if name == "run":
+            command.add_argument("--fresh", action="store_true", help="start over, deleting what the run directory holds")
+        if name in ("eval", "reproduce"):
+            command.add_argument("run", help="a run directory, as in runs/ppo_cartpole/0123456789ab")
+        if name == "eval":
+            command.add_argument("--episodes", type=int, help="per lane; default: as in training")
+            command.add_argument("--seed", type=int, help="of the episodes; default: the very episodes of training")
+        if name == "reproduce":
+            command.add_argument("--out", default="runs/reproduced", help="where the new run goes")
+        if name == "report":
+            command.add_argument("runs", nargs="+", metavar="run", help="run directories")
+            command.add_argument("--output", help="the file to write; default: report.html in the run, or here for several")
+        if name == "list":
+            command.add_argument("what", nargs="?", choices=("envs", "agents", "configs"), help="default: all three")
+    return parser
+
+
+def _version() -> str:
+    from rljax import __version__
+
+    return __version__
+
+
+def _experiment(arguments: argparse.Namespace, extra: list[str]) -> Any:
+    from rljax.experiment import InputError, load, parse_overrides
+
+    overrides = parse_overrides(extra)
+    if arguments.config is None and "env" not in overrides:
+        raise InputError("name a config file, as in `rljax run experiments/ppo_cartpole.toml` (`rljax list configs`)")
+    return load(arguments.config, overrides)
+
+
+def _no_extra(extra: list[str]) -> None:
+    from rljax.experiment import InputError
+
+    if extra:
+        raise InputError(f"unexpected argument {extra[0]!r}")
+
+
+def _options(arguments: argparse.Namespace, extra: list[str]) -> int:
+    """Help of ``run`` and ``plan``: every option with its value in the config at hand."""
+    from rljax.experiment.config import describe, load
+
+    print(f"usage: rljax {arguments.command} CONFIG [--fresh] [--KEY VALUE ...]\n\n{COMMANDS[arguments.command]}\n")
+    experiment = _experiment(arguments, extra) if arguments.config else load(None, {"env": "CartPole-v1", "total_steps": 1})
+    rows = describe(experiment)
+    width = max(len(key) for key, _, _ in rows) + 2
+    for key, value, doc in rows:
+        print(f"  --{key:<{width}}{value:<14} {doc}")
+    print("\n[traced] options can be swept in one program: --sweep.algo.learning-rate 1e-4 3e-4 1e-3")
+    return 0
+
+
+def _run(arguments: argparse.Namespace, extra: list[str]) -> int:
+    if arguments.help:
+        return _options(arguments, extra)
+    from rljax.experiment import run, summary_text
+
+    programs = _experiment(arguments, extra).programs()
+    for i, program in enumerate(programs):
+        if len(programs) > 1:
+            print(f"program {i + 1} of {len(programs)}")
+        with _Progress() as progress:
+            result = run(program, fresh=arguments.fresh, listener=progress, argv=["rljax", *sys.argv[1:]])
+        print(summary_text(result.summary))
+        print(f"\n{result.path}/report.html")
+    return 0
+
+
+def _plan(arguments: argparse.Namespace, extra: list[str]) -> int:
+    if arguments.help:
+        return _options(arguments, extra)
+    from rljax.experiment import plan
+
+    programs = _experiment(arguments, extra).programs()
+    print(f"{len(programs)} program{'s' * (len(programs) > 1)}")
+    for program in programs:
+        p = plan(program)
+        memory = "unknown" if p["device_bytes"] is None else _bytes(p["device_bytes"])
+        print(
+            f"\n{p['path']}\n"
+            f"  lanes         {p['lanes']} over {p['devices']} device{'s' * (p['devices'] > 1)}\n"
+            f"  steps         {p['steps_per_seed']:,} per seed, {p['steps_all_lanes']:,} in all "
+            f"({p['updates']:,} updates of {p['env_steps_per_update']:,}, {p['updates_per_chunk']} a chunk)\n"
+            f"  evaluations   {p['evaluations']}, {p['eval_episodes_all_lanes']:,} episodes in all\n"
+            f"  memory        {memory} on each device, of which {_bytes(p['state_bytes'] // p['devices'])} is state\n"
+            f"  compilation   {p['compile_seconds']:.1f} s"
+        )
+    return 0
+
+
+def _eval(arguments: argparse.Namespace, extra: list[str]) -> int:
+    _no_extra(extra)
+    from rljax.experiment import InputError, evaluate, load_run
+
+    if arguments.episodes is not None and arguments.episodes < 1:
+        raise InputError(f"--episodes must be >= 1, got {arguments.episodes}")
+    steps, evaluation = evaluate(arguments.run, arguments.episodes, arguments.seed)
+    lanes = load_run(arguments.run).lanes()
+    print(f"greedy, {evaluation.returns.shape[1]} episodes a lane, after {steps:,} steps")
+    for lane, returns, lengths, finished in zip(
+        lanes, evaluation.returns, evaluation.lengths, evaluation.finished, strict=True
+    ):
+        settings = "".join(f"  {key}={value:g}" for key, value in lane.items() if key not in ("lane", "seed"))
+        unfinished = f"  {int((~finished).sum())} unfinished" if not finished.all() else ""
+        print(
+            f"lane {lane['lane']:>3}  seed {lane['seed']:>3}{settings}  return {returns.mean():.2f} +- {returns.std():.2f}  "
+            f"length {lengths.mean():.1f}{unfinished}"
+        )
+    return 0
+
+
+def _report(arguments: argparse.Namespace, extra: list[str]) -> int:
+    _no_extra(extra)
+    from rljax.experiment import InputError, write_report
+
+    try:
+        print(write_report(arguments.runs, arguments.output))
+    except (ValueError, FileNotFoundError) as error:
+        raise InputError(str(error)) from error
+    return 0
+
+
+def _reproduce(arguments: argparse.Namespace, extra: list[str]) -> int:
+    _no_extra(extra)
+    import dataclasses
+
+    from rljax.experiment import InputError, load_run, result, run, summary_text
+
+    original = load_run(arguments.run)
+    experiment = dataclasses.replace(original, out=arguments.out)
+    if experiment.path.absolute() == Path(arguments.run).absolute():
+        raise InputError("--out: the new run would overwrite the old one; name another directory")
+    with _Progress() as progress:
+        again = run(experiment, listener=progress, argv=["rljax", *sys.argv[1:]])
+    print(summary_text(again.summary))
+    before = result(arguments.run, states=())
+    names = ("metrics.jsonl",)
+    same = all((before.path / name).read_bytes() == (again.path / name).read_bytes() for name in names)
+    if same:
+        print("\nreproduced: metrics.jsonl is the same, byte for byte")
+    else:
+        old, new = (r.summary["settings"] for r in (before, again))
+        print("\nnot bit for bit the same (other versions or devices?); IQM before and now:")
+        for a, b in zip(old, new, strict=True):
+            print(f"  {a['label'] or 'all lanes'}: {a['iqm']:.2f} [{a['low']}, {a['high']}] and {b['iqm']:.2f} [{b['low']}, {b['high']}]")
+    return 0
+
+
+def _list(arguments: argparse.Namespace, extra: list[str]) -> int:
+    _no_extra(extra)
+    what = arguments.what
+    if what in (None, "envs"):
+        from rljax.envs import env_names, gymnax, make_env
+
+        print("environments (env = ...)")
+        for name in env_names():
+            # brax takes seconds a model, so its sizes are left out
+            line = "brax, continuous actions in [-1, 1], backends generalized spring positional mjx"
+            if not name.startswith("brax/"):
+                env = make_env(name)
+                line = f"observations {_space(env.observation_space)}, actions {_space(env.action_space)}"
+            print(f"  {name:<28}{line}")
+        for name, why in gymnax.EXCLUDED.items():
+            print(f"  ({name} is left out: it {why})")
+        print("  module:attribute            your own, also path/to/file.py:attribute")
+    if what in (None, "agents"):
+        from rljax.agents import AGENTS, agent_module
+
+        print("agents (algo.name = ...)")
+        for name in AGENTS:
+            print(f"  {name:<28}{(agent_module(name).__doc__ or '').splitlines()[0]}")
+    if what in (None, "configs"):
+        from rljax.experiment import InputError, load
+
+        print("configs under this directory")
+        for path in sorted(Path().glob("experiments/**/*.toml")):
+            try:
+                e = load(path)
+            except InputError as error:
+                print(f"  {path!s:<40}{error}")
+                continue
+            swept = f", sweeps {', '.join(e.sweep)}" if e.sweep else ""
+            print(f"  {path!s:<40}{e.algo_name} on {e.env}, {e.total_steps:,} steps, {len(e.seeds)} seeds{swept}")
+    return 0
+
+
+def _space(space: Any) -> str:
+    name = type(space).__name__
+    return f"{name}({getattr(space, 'n', None) or list(getattr(space, 'nvec', ())) or list(space.shape)})"
+
+
+def _bytes(n: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if n < 1024:
+            return f"{n:.0f} {unit}"
+        n /= 1024
+    return f"{n:.1f} GiB"
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+class _Progress:
+    """Prints the events of a run: a bar with steps/s and ETA on a terminal, a plain line per evaluation elsewhere."""
+
+    def __init__(self):
+        from rich.console import Console
+
+        self._console = Console()
+        self._bar: Any = None
+        self._began = time.perf_counter()
+        self._resumed_at = 0
+
+    def __enter__(self) -> "_Progress":
+        if self._console.is_terminal:
+            from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+            columns = (BarColumn(bar_width=28), TextColumn("{task.percentage:>3.0f}%  {task.description}"), TextColumn("ETA"))
+            self._bar = Progress(*columns, TimeRemainingColumn(), console=self._console, transient=True)
+            self._bar.start()
+            self._task = self._bar.add_task("compiling", total=None)
+        else:
+            self._print("compiling")
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _print(self, text: str) -> None:
+        print(text, flush=True) if self._bar is None else self._bar.console.print(text, highlight=False, markup=False)
+
+    def __call__(self, event: dict[str, Any]) -> None:
+        kind = event["event"]
+        if kind == "note":
+            self._print(event["text"])
+        elif kind == "start":
+            e, p = event["experiment"], event["program"]
+            self._began, self._resumed_at = time.perf_counter(), event["resumed_at"]
+            resumed = f", resumed at step {self._resumed_at:,}" if self._resumed_at else ""
+            self._print(f"{e.algo_name} on {e.env}: {p.num_lanes} lanes on {p.mesh.size} devices{resumed}\n{event['path']}")
+        elif kind == "chunk":
+            self._chunk(event)
+
+    def _chunk(self, event: dict[str, Any]) -> None:
+        step, total = event["step"], event["total"]
+        elapsed = time.perf_counter() - self._began
+        eta = elapsed * (total - step) / max(step - self._resumed_at, 1)
+        speed = f"{event['steps_per_second']:,.0f} steps/s over all lanes"
+        if self._bar is not None:
+            self._bar.update(self._task, total=total, completed=step, description=f"{step:,}/{total:,}  {speed}")
+        if event["evaluation"] is not None:
+            dead = {failure["lane"] for failure in event["failed"]}
+            means = [r.mean() for lane, r in enumerate(event["evaluation"].returns) if lane not in dead]
+            spread = f"{sum(means) / len(means):9.2f}  ({min(means):.2f} .. {max(means):.2f})" if means else "every lane failed"
+            text = f"{step:>12,}/{total:,}  return {spread}"
+            self._print(text + (f"  {speed}  ETA {_duration(eta)}" if self._bar is None else ""))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
