@@ -52,15 +52,23 @@ def rollout(
       ``(world, Trajectory)``.
     """
 
-    def step(world, key):
+    def policy_step(timestep, carry):
+        carry, output = policy.step(params, carry, view(timestep))
+        return carry, output.distribution
+
+    def step(world, draws):
         env_state, timestep, carry = world
-        sample_key, env_key = jax.random.split(key)
-        next_carry, output = policy.step(params, carry, view(timestep))
-        sample = output.distribution.sample(sample_key)
-        env_state, next_timestep = envs.step(env_key, env_state, output.distribution.to_action(sample))
+        noise, draw = draws
+        next_carry, distribution = policy_step(timestep, carry)
+        sample = distribution.from_noise(noise)
+        env_state, next_timestep = envs.step_drawn(draw, env_state, distribution.to_action(sample))
         return (env_state, next_timestep, next_carry), (sample, next_timestep, next_carry)
 
-    final, (samples, timesteps, carries) = jax.lax.scan(step, world, jax.random.split(key, num_steps))
+    # Random numbers are drawn for all steps at once: inside the loop they would cost more than the policy.
+    noise_key, env_key = jax.random.split(key)
+    _, shapes = jax.eval_shape(policy_step, world[1], world[2])
+    noise = jax.vmap(shapes.noise)(jax.random.split(noise_key, num_steps))
+    final, (samples, timesteps, carries) = jax.lax.scan(step, world, (noise, envs.draw(env_key, num_steps)))
     first = (world[1], world[2])
     timesteps, carries = jax.tree.map(lambda x, xs: jnp.concatenate([x[None], xs]), first, (timesteps, carries))
     return final, Trajectory(timesteps, samples, carries)

@@ -17,19 +17,28 @@ class VectorState:
 
     Attributes:
       env: the copies' own states.
-      reset_key: typed PRNG keys; with ``episode`` they fix each copy's start states for good.
-      episode: int32, how many episodes this copy has begun, less one.
       episode_return: float32, undiscounted sum of the rewards since the last reset.
       episode_length: int32, steps since the last reset.
       pool: ``(env state, TimeStep)`` ``[K, ...]`` to reset from, or None.
     """
 
     env: Any
-    reset_key: Array
-    episode: Array
     episode_return: Array
     episode_length: Array
     pool: Any
+
+
+@struct.dataclass
+class Draw:
+    """All the randomness of one step, drawn beforehand; ``[N]``, or ``[T, N]`` for many steps.
+
+    Attributes:
+      keys: the copies' step keys.
+      start: where a copy begins anew if its episode ends at this step: ``(env state, TimeStep)``, or an index into the pool.
+    """
+
+    keys: Array
+    start: Any
 
 
 def _where(condition: Array, a: Any, b: Any) -> Any:
@@ -68,41 +77,49 @@ class VectorEnvironment:
         pool = None
         if self._reset_pool:
             pool = jax.vmap(self.env.reset)(jax.random.split(pool_key, self._reset_pool))
-        keys = jax.random.split(env_key, self.num_envs // self._group_size)
-        keys = jnp.repeat(keys, self._group_size, axis=0)
-        episode = jnp.zeros(self.num_envs, jnp.int32)
-        env_state, timestep = self._start(pool, keys, episode)
-        state = VectorState(env_state, keys, episode, jnp.zeros(self.num_envs), episode, pool)
+        env_state, timestep = self._start(pool, jax.tree.map(lambda x: x[0], self._draw_starts(env_key, 1)))
+        state = VectorState(env_state, jnp.zeros(self.num_envs), jnp.zeros(self.num_envs, jnp.int32), pool)
         return state, self._with_statistics(timestep, state.episode_return, state.episode_length)
 
     def step(self, key: Array, state: VectorState, action: Array) -> tuple[VectorState, TimeStep]:
         """One step of every copy, ``action [N, ...]``; ``(state, timestep [N])``."""
-        keys = jax.random.split(key, self.num_envs)
-        env_state, timestep = jax.vmap(self.env.step)(keys, state.env, action)
+        return self.step_drawn(jax.tree.map(lambda x: x[0], self.draw(key, 1)), state, action)
+
+    def draw(self, key: Array, num_steps: int) -> Draw:
+        """The randomness of ``num_steps`` steps, ``[T, N]``: one large batch of draws is far cheaper than T small ones."""
+        keys_key, start_key = jax.random.split(key)
+        return Draw(jax.random.split(keys_key, (num_steps, self.num_envs)), self._draw_starts(start_key, num_steps))
+
+    def step_drawn(self, draw: Draw, state: VectorState, action: Array) -> tuple[VectorState, TimeStep]:
+        """`step` with its randomness given, ``draw [N]``."""
+        env_state, timestep = jax.vmap(self.env.step)(draw.keys, state.env, action)
         done = timestep.done
         episode_return = state.episode_return + timestep.reward
         episode_length = state.episode_length + 1
-        episode = state.episode + done
-        new_state, new = self._start(state.pool, state.reset_key, episode)
+        new_state, new = self._start(state.pool, draw.start)
         timestep = timestep.replace(
             observation=_where(done, new.observation, timestep.observation),
             action_mask=_where(done, new.action_mask, timestep.action_mask),
         )
-        state = state.replace(
+        state = VectorState(
             env=_where(done, new_state, env_state),
-            episode=episode,
             episode_return=jnp.where(done, 0.0, episode_return),
             episode_length=jnp.where(done, 0, episode_length),
+            pool=state.pool,
         )
         return state, self._with_statistics(timestep, episode_return, episode_length)
 
-    def _start(self, pool: Any, reset_key: Array, episode: Array) -> tuple[Any, TimeStep]:
-        """The first state of each copy's episode number ``episode``: the same for all members of a group."""
-        keys = jax.vmap(jax.random.fold_in)(reset_key, episode)
-        if pool is None:
-            return jax.vmap(self.env.reset)(keys)
-        index = jax.vmap(lambda k: jax.random.randint(k, (), 0, self._reset_pool))(keys)
-        return jax.tree.map(lambda x: x[index], pool)
+    def _draw_starts(self, key: Array, num_steps: int) -> Any:
+        """One start for every step and copy, ``[T, N]``, the same for all members of a group."""
+        shape = (num_steps, self.num_envs // self._group_size)
+        if self._reset_pool:
+            starts = jax.random.randint(key, shape, 0, self._reset_pool)
+        else:
+            starts = jax.vmap(jax.vmap(self.env.reset))(jax.random.split(key, shape))
+        return jax.tree.map(lambda x: jnp.repeat(x, self._group_size, axis=1), starts) if self._group_size > 1 else starts
+
+    def _start(self, pool: Any, start: Any) -> tuple[Any, TimeStep]:
+        return start if pool is None else jax.tree.map(lambda x: x[start], pool)
 
     @staticmethod
     def _with_statistics(timestep: TimeStep, episode_return: Array, episode_length: Array) -> TimeStep:
@@ -127,7 +144,8 @@ def vectorize(env: Environment, num_envs: int, reset_pool: int | None = None) ->
 
 
 def group(env: Environment, n_groups: int, group_size: int, reset_pool: int | None = None) -> VectorEnvironment:
-    """``n_groups * group_size`` copies; the ``k``-th episode of every member of a group starts from the same state.
+    """``n_groups * group_size`` copies; the members of a group start from the same state, and so they do after each reset that
+    falls on the same step.
 
     Members are adjacent, so ``x.reshape(n_groups, group_size, ...)`` splits a batch into groups. They share the start, not
     what happens next: each copy steps with a key of its own.

@@ -1,6 +1,7 @@
 """Action distributions as pytrees, batched over their leading axes ``[...]``.
 
 ``sample`` returns the draw in the distribution's own coordinates: that is what an agent stores and what ``log_prob`` takes.
+It is ``from_noise(noise(key))``; ``noise`` needs shapes alone, so a rollout draws the noise of all its steps in one batch.
 ``to_action`` maps it to what the environment takes. For a tanh-Gaussian the two differ, and keeping the pre-tanh draw means
 that no stored action ever needs an inverse tanh.
 """
@@ -21,6 +22,10 @@ _WEIGHTS = _WEIGHTS / _WEIGHTS.sum()
 
 class Distribution(Protocol):
     """What an agent asks of a policy's output."""
+
+    def noise(self, key: Array) -> Array: ...
+
+    def from_noise(self, noise: Array) -> Array: ...
 
     def sample(self, key: Array) -> Array: ...
 
@@ -53,8 +58,14 @@ class Categorical:
 
     logits: Array
 
+    def noise(self, key: Array) -> Array:
+        return jax.random.gumbel(key, self.logits.shape)
+
+    def from_noise(self, noise: Array) -> Array:
+        return jnp.argmax(self.logits + noise, -1).astype(jnp.int32)
+
     def sample(self, key: Array) -> Array:
-        return jax.random.categorical(key, self.logits).astype(jnp.int32)
+        return self.from_noise(self.noise(key))
 
     def mode(self) -> Array:
         return jnp.argmax(self.logits, -1).astype(jnp.int32)
@@ -76,13 +87,18 @@ class MultiCategorical:
     logits: Array
     nvec: tuple[int, ...] = struct.field(pytree_node=False)
 
-    def _parts(self) -> list[Categorical]:
-        return [Categorical(part) for part in jnp.split(self.logits, np.cumsum(self.nvec)[:-1], axis=-1)]
+    def _parts(self, logits: Array | None = None) -> list[Categorical]:
+        logits = self.logits if logits is None else logits
+        return [Categorical(part) for part in jnp.split(logits, np.cumsum(self.nvec)[:-1], axis=-1)]
+
+    def noise(self, key: Array) -> Array:
+        return jax.random.gumbel(key, self.logits.shape)
+
+    def from_noise(self, noise: Array) -> Array:
+        return jnp.stack([part.mode() for part in self._parts(self.logits + noise)], -1)
 
     def sample(self, key: Array) -> Array:
-        parts = self._parts()
-        keys = jax.random.split(key, len(parts))
-        return jnp.stack([part.sample(k) for part, k in zip(parts, keys, strict=True)], -1)
+        return self.from_noise(self.noise(key))
 
     def mode(self) -> Array:
         return jnp.stack([part.mode() for part in self._parts()], -1)
@@ -109,8 +125,14 @@ class Gaussian:
     low: Array
     high: Array
 
+    def noise(self, key: Array) -> Array:
+        return jax.random.normal(key, self.mean.shape)
+
+    def from_noise(self, noise: Array) -> Array:
+        return self.mean + jnp.exp(self.log_std) * noise
+
     def sample(self, key: Array) -> Array:
-        return self.mean + jnp.exp(self.log_std) * jax.random.normal(key, self.mean.shape)
+        return self.from_noise(self.noise(key))
 
     def mode(self) -> Array:
         return self.mean
@@ -145,6 +167,12 @@ class TanhGaussian:
 
     def _log_det(self, u: Array) -> Array:
         return 2.0 * (math.log(2.0) - u - jax.nn.softplus(-2.0 * u)) + jnp.log(0.5 * (self.high - self.low))
+
+    def noise(self, key: Array) -> Array:
+        return self._base().noise(key)
+
+    def from_noise(self, noise: Array) -> Array:
+        return self._base().from_noise(noise)
 
     def sample(self, key: Array) -> Array:
         return self._base().sample(key)
