@@ -18,8 +18,8 @@ from typing import Any
 import tomli_w
 
 from rljax.agents.base import AGENTS, agent_module, static
-from rljax.envs import env_parameters
-from rljax.envs.registry import did_you_mean
+from rljax.envs.registry import did_you_mean, env_parameters
+from rljax.experiment import devices
 
 SECTIONS = ("algo", "env_params", "sweep")
 
@@ -124,6 +124,7 @@ def load(path: str | Path | None = None, overrides: dict[str, Any] | None = None
     Raises:
       InputError: a missing or malformed file, an unknown key, a wrong type or range; one line that says what and where.
     """
+    devices.prepare()  # gymnax starts jax when it is imported
     entries: dict[str, tuple[Any, str]] = {}
     name = "run"
     if path is not None:

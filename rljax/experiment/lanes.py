@@ -127,9 +127,9 @@ def build(experiment: Experiment, devices: list[jax.Device] | None = None) -> Pr
         num_chunks=num_chunks,
         chunks_per_eval=-(-num_chunks // experiment.evals),
         env_steps=env_steps,
-        init=jax.jit(_lift(init, mesh, per_device)),
-        chunk=jax.jit(_lift(chunk, mesh, per_device), donate_argnums=1),
-        evaluate=jax.jit(_lift(evaluate, mesh, per_device)),
+        init=_lift(init, mesh, per_device),
+        chunk=_lift(chunk, mesh, per_device, donate_argnums=(1,)),
+        evaluate=_lift(evaluate, mesh, per_device),
         traces=traces,
     )
     return dataclasses.replace(program, lanes=program.pad(lanes))
@@ -190,8 +190,8 @@ def _pad(tree: Any, multiple: int) -> Any:
     return jax.tree.map(pad, tree)
 
 
-def _lift(function: Callable[..., Any], mesh: Mesh, per_device: int) -> Callable[..., Any]:
-    """Maps a function of one lane over lanes: sharded over the devices, ``vmap`` within each.
+def _lift(function: Callable[..., Any], mesh: Mesh, per_device: int, donate_argnums: tuple[int, ...] = ()) -> Any:
+    """Jits a function of one lane over all lanes: sharded over the devices, ``vmap`` within each.
 
     One lane a device is not mapped at all, since XLA runs a batch of one slower than no batch.
     """
@@ -202,4 +202,6 @@ def _lift(function: Callable[..., Any], mesh: Mesh, per_device: int) -> Callable
     else:
         mapped = jax.vmap(function)
     spec = PartitionSpec(AXIS)
-    return jax.shard_map(mapped, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    sharding = NamedSharding(mesh, spec)
+    sharded = jax.shard_map(mapped, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    return jax.jit(sharded, in_shardings=sharding, out_shardings=sharding, donate_argnums=donate_argnums)

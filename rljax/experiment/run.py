@@ -74,7 +74,6 @@ def run(experiment: Experiment, *, fresh: bool = False, listener: Listener | Non
       SaveError: the disk is full; the last checkpoint is valid and the run can be resumed.
     """
     say = listener or (lambda event: None)
-    use_host_devices(len(experiment.lanes()))
     path = experiment.path
     with _locked(path, fresh):
         info = _read_json(path / "run.json") if (path / "run.json").exists() else {}
@@ -262,7 +261,6 @@ def evaluate(path: str | Path, episodes: int | None = None, seed: int | None = N
       ``(environment steps, Evaluation [lanes, episodes])``.
     """
     experiment = load_run(path)
-    use_host_devices(len(experiment.lanes()))
     changes = {"eval_episodes": episodes, "eval_seed": seed}
     experiment = dataclasses.replace(experiment, **{k: v for k, v in changes.items() if v is not None})
     steps, states = load_states(path)
@@ -276,7 +274,6 @@ def train(experiment: Experiment) -> tuple[Any, dict[str, Array], Evaluation]:
     Returns:
       ``(states, {metric: [lanes, chunks]}, Evaluation [lanes, episodes] of the final policies)``.
     """
-    use_host_devices(len(experiment.lanes()))
     program = build(experiment)
 
     @jax.jit
@@ -293,7 +290,6 @@ def train(experiment: Experiment) -> tuple[Any, dict[str, Array], Evaluation]:
 
 def plan(experiment: Experiment) -> dict[str, Any]:
     """What a run would be, without training: sizes, and memory predicted by the compiled program."""
-    use_host_devices(len(experiment.lanes()))
     program = build(experiment)
     abstract = jax.eval_shape(program.init, program.lanes)
     began = time.perf_counter()
@@ -317,21 +313,6 @@ def plan(experiment: Experiment) -> dict[str, Any]:
         "device_bytes": memory.temp_size_in_bytes + memory.argument_size_in_bytes if memory else None,
         "compile_seconds": seconds,
     }
-
-
-def use_host_devices(lanes: int) -> None:
-    """On CPU, one host device a core (at most one a lane), since XLA keeps one small program on one core.
-
-    Does nothing once jax has started, or where XLA_FLAGS sets the number already. Also turns on the persistent compilation
-    cache, unless the user configured one.
-    """
-    if not jax.config.jax_compilation_cache_dir:
-        cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "rljax" / "xla"
-        jax.config.update("jax_compilation_cache_dir", str(cache))
-    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        with contextlib.suppress(RuntimeError):
-            jax.config.update("jax_num_cpu_devices", max(1, min(cores, lanes)))
 
 
 class _Metrics:
