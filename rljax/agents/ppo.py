@@ -202,7 +202,7 @@ def make(config: Config, env: Environment) -> Agent:
             minibatch = jax.tree.map(lambda x: x[:, columns], batch)
             carry = jax.tree.map(lambda x: x[columns], first_carry)
             gradient, (metrics, log_ratio) = gradient_of(params, carry, minibatch, clip_factor)
-            metrics["grad_norm"] = optax.global_norm(gradient)
+            metrics["grad_norm"] = optax.tree.norm(gradient)
             direction, new_opt_state = optimizer.update(gradient, opt_state)
             learner = (params - learning_rate * direction, new_opt_state, stopped)
             if config.target_kl is not None:
