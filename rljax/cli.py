@@ -19,11 +19,15 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit status: 0, 1 for a failure on the way, 2 for wrong input."""
-    arguments, extra = _parser().parse_known_args(argv)
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv and argv[0] in ("run", "plan"):  # argparse cannot know their options before the config has been read
+        arguments = argparse.Namespace(command=argv[0], arguments=argv[1:])
+    else:
+        arguments = _parser().parse_args(argv)
     from rljax.experiment import InputError, SaveError
 
     try:
-        return globals()[f"_{arguments.command}"](arguments, extra)
+        return globals()[f"_{arguments.command}"](arguments)
     except InputError as error:
         print(f"rljax: {error}", file=sys.stderr)
         return 2
@@ -47,13 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"rljax {_version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, doc in COMMANDS.items():
-        has_help = name not in ("run", "plan")
-        command = commands.add_parser(name, help=doc, description=doc, allow_abbrev=False, add_help=has_help)
-        if name in ("run", "plan"):
-            command.add_argument("config", nargs="?", help="a TOML file, or a run directory")
-            command.add_argument("-h", "--help", action="store_true", help="every option of the config")
-        if name == "run":
-            command.add_argument("--fresh", action="store_true", help="start over, deleting what the run directory holds")
+        command = commands.add_parser(name, help=doc, description=doc, allow_abbrev=False)
         if name in ("eval", "reproduce"):
             command.add_argument("run", help="a run directory, as in runs/ppo_cartpole/0123456789ab")
         if name == "eval":
@@ -75,58 +73,60 @@ def _version() -> str:
     return __version__
 
 
-def _experiment(arguments: argparse.Namespace, extra: list[str]) -> Any:
+def _experiment(arguments: list[str]) -> Any:
+    """The experiment of ``[CONFIG] [--KEY VALUE ...]``; CONFIG, a TOML file or a run directory, comes first."""
     from rljax.experiment import InputError, load, parse_overrides
 
-    overrides = parse_overrides(extra)
-    if arguments.config is None and "env" not in overrides:
+    config = arguments[0] if arguments and not arguments[0].startswith("-") else None
+    overrides = parse_overrides(arguments[config is not None :])
+    if config is None and "env" not in overrides:
         raise InputError("name a config file, as in `rljax run experiments/ppo_cartpole.toml` (`rljax list configs`)")
-    return load(arguments.config, overrides)
+    return load(config, overrides)
 
 
-def _no_extra(extra: list[str]) -> None:
-    from rljax.experiment import InputError
-
-    if extra:
-        raise InputError(f"unexpected argument {extra[0]!r}")
-
-
-def _options(arguments: argparse.Namespace, extra: list[str]) -> int:
+def _options(command: str, arguments: list[str]) -> int:
     """Help of ``run`` and ``plan``: every option with its value in the config at hand."""
-    from rljax.experiment.config import describe, load
+    from rljax.experiment.config import describe
 
-    print(f"usage: rljax {arguments.command} CONFIG [--fresh] [--KEY VALUE ...]\n\n{COMMANDS[arguments.command]}\n")
-    experiment = _experiment(arguments, extra) if arguments.config else load(None, {"env": "CartPole-v1", "total_steps": 1})
-    rows = describe(experiment)
+    fresh = " [--fresh]" if command == "run" else ""
+    print(f"usage: rljax {command} [CONFIG]{fresh} [--KEY VALUE ...]\n\n{COMMANDS[command]}\n")
+    print("CONFIG is a TOML file or a run directory; it comes first. A --KEY overrides it.")
+    if fresh:
+        print("--fresh starts over, deleting what the run directory holds.")
+    arguments = arguments or ["--env", "CartPole-v1", "--total-steps", "1"]
+    rows = describe(_experiment(arguments))
     width = max(len(key) for key, _, _ in rows) + 2
+    print()
     for key, value, doc in rows:
         print(f"  --{key:<{width}}{value:<14} {doc}")
     print("\n[traced] options can be swept in one program: --sweep.algo.learning-rate 1e-4 3e-4 1e-3")
     return 0
 
 
-def _run(arguments: argparse.Namespace, extra: list[str]) -> int:
-    if arguments.help:
-        return _options(arguments, extra)
+def _run(arguments: argparse.Namespace) -> int:
+    rest = [argument for argument in arguments.arguments if argument not in ("-h", "--help", "--fresh")]
+    if len(rest) < len(arguments.arguments) - arguments.arguments.count("--fresh"):
+        return _options("run", rest)
     from rljax.experiment import run, summary_text
 
-    programs = _experiment(arguments, extra).programs()
+    programs = _experiment(rest).programs()
     for i, program in enumerate(programs):
         if len(programs) > 1:
             print(f"program {i + 1} of {len(programs)}")
         with _Progress() as progress:
-            result = run(program, fresh=arguments.fresh, listener=progress, argv=["rljax", *sys.argv[1:]])
+            result = run(program, fresh="--fresh" in arguments.arguments, listener=progress, argv=["rljax", *sys.argv[1:]])
         print(summary_text(result.summary))
         print(f"\n{result.path}/report.html")
     return 0
 
 
-def _plan(arguments: argparse.Namespace, extra: list[str]) -> int:
-    if arguments.help:
-        return _options(arguments, extra)
+def _plan(arguments: argparse.Namespace) -> int:
+    rest = [argument for argument in arguments.arguments if argument not in ("-h", "--help")]
+    if len(rest) < len(arguments.arguments):
+        return _options("plan", rest)
     from rljax.experiment import plan
 
-    programs = _experiment(arguments, extra).programs()
+    programs = _experiment(rest).programs()
     print(f"{len(programs)} program{'s' * (len(programs) > 1)}")
     for program in programs:
         p = plan(program)
@@ -143,8 +143,7 @@ def _plan(arguments: argparse.Namespace, extra: list[str]) -> int:
     return 0
 
 
-def _eval(arguments: argparse.Namespace, extra: list[str]) -> int:
-    _no_extra(extra)
+def _eval(arguments: argparse.Namespace) -> int:
     from rljax.experiment import InputError, evaluate, load_run
 
     if arguments.episodes is not None and arguments.episodes < 1:
@@ -164,8 +163,7 @@ def _eval(arguments: argparse.Namespace, extra: list[str]) -> int:
     return 0
 
 
-def _report(arguments: argparse.Namespace, extra: list[str]) -> int:
-    _no_extra(extra)
+def _report(arguments: argparse.Namespace) -> int:
     from rljax.experiment import InputError, write_report
 
     try:
@@ -175,8 +173,7 @@ def _report(arguments: argparse.Namespace, extra: list[str]) -> int:
     return 0
 
 
-def _reproduce(arguments: argparse.Namespace, extra: list[str]) -> int:
-    _no_extra(extra)
+def _reproduce(arguments: argparse.Namespace) -> int:
     import dataclasses
 
     from rljax.experiment import InputError, load_run, result, run, summary_text
@@ -201,8 +198,7 @@ def _reproduce(arguments: argparse.Namespace, extra: list[str]) -> int:
     return 0
 
 
-def _list(arguments: argparse.Namespace, extra: list[str]) -> int:
-    _no_extra(extra)
+def _list(arguments: argparse.Namespace) -> int:
     what = arguments.what
     if what in (None, "envs"):
         from rljax.envs import env_names, gymnax, make_env

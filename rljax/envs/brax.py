@@ -4,6 +4,7 @@ import contextlib
 import inspect
 import io
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -38,6 +39,28 @@ def _brax() -> Any:
     return envs
 
 
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the warning that brax's models are not developed further, and mujoco's about an attribute in their files.
+
+    mujoco would also write a log into the working directory.
+    """
+    import mujoco
+
+    def handler(message: str) -> None:
+        if "settotalmass" not in message:
+            warnings.warn(message, stacklevel=2)
+
+    before = mujoco.get_mju_user_warning()
+    mujoco.set_mju_user_warning(handler)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Brax System, piplines")
+            yield
+    finally:
+        mujoco.set_mju_user_warning(before)
+
+
 def names() -> list[str]:
     """The environments that this adapter makes, without the prefix ``brax/``."""
     return list(_brax()._envs)
@@ -60,8 +83,7 @@ def make(name: str, episode_length: Any = EPISODE_LENGTH, **kwargs: Any) -> Time
         raise ValueError(f"env_params.backend must be one of {', '.join(BACKENDS)}, got {kwargs['backend']!r}")
     kwargs = {k: v for k, v in kwargs.items() if v is not None}
     # Built in a traced function too (a swept parameter): the model itself must still be made of concrete arrays.
-    with warnings.catch_warnings(), jax.ensure_compile_time_eval():
-        warnings.filterwarnings("ignore", message="Brax System, piplines")
+    with _quiet(), jax.ensure_compile_time_eval():
         env = _brax()._envs[name](**kwargs)
     return TimeLimit(BraxEnvironment(env), episode_length)
 

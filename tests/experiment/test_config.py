@@ -1,0 +1,143 @@
+import dataclasses
+
+import pytest
+
+from rljax.experiment import InputError, load, parse_overrides
+
+BASE = 'env = "CartPole-v1"\ntotal_steps = 1000\n'
+
+
+def write(path, text):
+    path.write_text(text)
+    return path
+
+
+def load_flags(text):
+    return load(None, {"env": "CartPole-v1", "total_steps": 1000, **parse_overrides(text.split())})
+
+
+def test_defaults_are_written_out_and_read_back(tmp_path):
+    e = load(write(tmp_path / "exp.toml", BASE))
+    again = load(write(tmp_path / "again.toml", e.to_toml()))
+    assert e.name == "exp"
+    assert e.algo.learning_rate == 3e-4
+    assert dataclasses.replace(again, name="exp") == e
+    assert again.hash == e.hash
+
+
+def test_hash_covers_what_decides_the_result_and_nothing_else(tmp_path):
+    e = load(write(tmp_path / "exp.toml", BASE))
+    assert dataclasses.replace(e, out="elsewhere", name="other", checkpoint_seconds=1.0).hash == e.hash
+    assert dataclasses.replace(e, eval_seed=1).hash != e.hash
+    assert dataclasses.replace(e, algo=dataclasses.replace(e.algo, clip=0.3)).hash != e.hash
+
+
+def test_inheritance_the_nearest_file_wins(tmp_path):
+    write(tmp_path / "a.toml", BASE + "seeds = [7]\n[algo]\nclip = 0.3\nnum_envs = 8\n")
+    write(tmp_path / "b.toml", 'base = "a.toml"\ntotal_steps = 2000\n[algo]\nclip = 0.4\n')
+    e = load(write(tmp_path / "c.toml", 'base = "b.toml"\n[env_params]\ngravity = 12\n'))
+    assert (e.total_steps, e.seeds, e.algo.clip, e.algo.num_envs, e.env_params) == (2000, (7,), 0.4, 8, {"gravity": 12.0})
+
+
+def test_a_base_that_leads_back_is_refused(tmp_path):
+    write(tmp_path / "a.toml", 'base = "b.toml"\n')
+    with pytest.raises(InputError, match="leads back"):
+        load(write(tmp_path / "b.toml", 'base = "a.toml"\n'))
+
+
+def test_flags_override_the_file_with_dashes_or_underscores(tmp_path):
+    path = write(tmp_path / "exp.toml", BASE + "[algo]\nclip = 0.3\n")
+    flags = "--algo.learning-rate 1e-3 --algo.num_envs 8 --seeds 3 4 --algo.hidden 32 --algo.clip-value none --total-steps=2_000"
+    e = load(path, parse_overrides(flags.split()))
+    assert (e.algo.learning_rate, e.algo.num_envs, e.seeds, e.algo.hidden) == (1e-3, 8, (3, 4), (32,))
+    assert (e.algo.clip, e.algo.clip_value, e.total_steps) == (0.3, None, 2000)
+
+
+def test_whole_floats_pass_as_integers_and_integers_as_floats():
+    e = load_flags("--total-steps 1e5 --algo.clip 1")
+    assert (e.total_steps, e.algo.clip) == (100_000, 1.0)
+    assert isinstance(e.total_steps, int)
+    assert isinstance(e.algo.clip, float)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--algo.learning-rte 1", r"unknown key algo.learning_rte; did you mean 'algo.learning_rate'"),
+        ("--seed 0", "unknown key seed; did you mean 'seeds'"),
+        ("--env CartPol-v1", "unknown env 'CartPol-v1'; did you mean 'CartPole-v1'"),
+        ("--env MNISTBandit-bsuite", "downloads"),
+        ("--env-params.gravty 1", "no parameter 'gravty'; did you mean 'gravity'"),
+        ("--env-params.gravity heavy", "env_params.gravity must be a number, got 'heavy'"),
+        ("--algo.name pp", "unknown algo.name 'pp'; did you mean 'ppo'"),
+        ("--total-steps many", "total_steps must be a whole number, got 'many'"),
+        ("--total-steps 10.5", "total_steps must be a whole number, got 10.5"),
+        ("--total-steps 0", "total_steps must be >= 1, got 0"),
+        ("--total-steps nan", "total_steps must be a whole number"),
+        ("--algo.discount 1.5", "algo.discount must be >= 0 and <= 1, got 1.5"),
+        ("--algo.clip 0", "algo.clip must be > 0, got 0.0"),
+        ("--algo.clip nan", "algo.clip must be a number"),
+        ("--algo.learning-rate none", "algo.learning_rate must be a number"),
+        ("--algo.normalize-rewards 1", "algo.normalize_rewards must be true or false, got 1"),
+        ("--algo.network cnn", "algo.network must be one of mlp, minatar_cnn, gru, got 'cnn'; did you mean 'minatar_cnn'"),
+        ("--algo.hidden 0", "algo.hidden must hold one or more positive sizes"),
+        ("--seeds 1 1", "seeds must hold one or more different numbers"),
+        ("--seeds -1", "seeds must be >= 0"),
+        ("--sweep.algo.lerning-rate 1 2", "unknown key sweep.algo.lerning_rate; did you mean 'sweep.algo.learning_rate'"),
+        ("--sweep.seeds 1 2", "unknown key sweep.seeds"),
+        ("--seeds", "--seeds: a value is missing"),
+        ("loose", "unexpected argument 'loose'"),
+    ],
+)
+def test_wrong_input_is_one_line_that_names_the_key(flags, message):
+    with pytest.raises(InputError) as error:
+        load_flags(flags)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_zero_seeds(tmp_path):
+    with pytest.raises(InputError, match="seeds must hold one or more"):
+        load(write(tmp_path / "exp.toml", BASE + "seeds = []\n"))
+
+
+def test_a_typo_in_a_file_names_the_file(tmp_path):
+    path = write(tmp_path / "exp.toml", BASE + "[algo]\nlr = 1\n")
+    with pytest.raises(InputError, match=rf"{path}: unknown key algo.lr"):
+        load(path)
+
+
+@pytest.mark.parametrize("text", ["env = CartPole", BASE + "algo = 3\n", "total_steps = 5\n", BASE + 'sweep = "x"\n'])
+def test_malformed_files(tmp_path, text):
+    with pytest.raises(InputError) as error:
+        load(write(tmp_path / "exp.toml", text))
+    assert "\n" not in str(error.value)
+
+
+def test_missing_file():
+    with pytest.raises(InputError, match=r"cannot read config nowhere\.toml"):
+        load("nowhere.toml")
+
+
+def test_sweep_splits_static_axes_into_programs_and_traced_axes_into_lanes(tmp_path):
+    text = BASE + "seeds = [0, 1]\n[sweep]\n" + '"algo.learning_rate" = [1e-4, 1e-3]\n"algo.num_envs" = [8, 16]\n'
+    e = load(write(tmp_path / "exp.toml", text + '"env_params.gravity" = [9.8, 12]\n'))
+    programs = e.programs()
+    assert [p.algo.num_envs for p in programs] == [8, 16]
+    assert len({p.hash for p in programs}) == 2
+    lanes = programs[0].lanes()
+    assert len(lanes) == 8
+    assert lanes[0] == {"lane": 0, "seed": 0, "algo.learning_rate": 1e-4, "env_params.gravity": 9.8}
+    assert lanes[7] == {"lane": 7, "seed": 1, "algo.learning_rate": 1e-3, "env_params.gravity": 12.0}
+
+
+def test_none_and_whole_numbers_are_static_axes():
+    e = load_flags("--sweep.algo.target-kl none 0.01 --sweep.env-params.max-steps-in-episode 10 20")
+    assert len(e.programs()) == 4
+    assert all(not p.sweep for p in e.programs())
+
+
+def test_linear_schedules_take_the_length_of_the_run():
+    e = load_flags("--algo.learning-rate-schedule linear")
+    assert e.algo.anneal_steps == 1000.0
+    assert load_flags("--algo.anneal-steps 500").algo.anneal_steps == 500.0

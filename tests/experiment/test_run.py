@@ -1,0 +1,333 @@
+import dataclasses
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+import rljax
+from rljax.cli import main
+from rljax.experiment import InputError, SaveError, checkpoint, evaluate, lanes, load, load_states, result, resume, run, train
+
+TINY = {
+    "env": "CartPole-v1",
+    "total_steps": 640,
+    "seeds": [0, 1, 2],
+    "evals": 2,
+    "eval_episodes": 4,
+    "algo.num_envs": 4,
+    "algo.num_steps": 8,
+    "algo.num_epochs": 2,
+    "algo.num_minibatches": 2,
+    "algo.hidden": [8],
+    "algo.normalize_observations": True,
+    "algo.normalize_rewards": True,
+}
+
+
+def tiny(tmp_path, **changes):
+    return load(None, {**TINY, "out": str(tmp_path), **changes})
+
+
+def rows(path):
+    return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+
+
+def leaves(states):
+    return [
+        np.asarray(jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
+        for x in jax.tree.leaves(states)
+    ]
+
+
+def assert_same(a, b):
+    for x, y in zip(leaves(a), leaves(b), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    return run(tiny(tmp_path_factory.mktemp("runs")))
+
+
+def test_a_run_leaves_its_directory(finished):
+    names = {p.name for p in finished.path.iterdir()}
+    assert {"config.toml", "run.json", "metrics.jsonl", "checkpoints", "summary.json", "report.html", "curve.png"} <= names
+    info = json.loads((finished.path / "run.json").read_text())
+    assert (info["status"], info["steps_asked"], info["steps_done"]) == ("finished", 640, 640)
+    assert info["versions"]["jax"] == jax.__version__
+    assert 0 < info["compile_seconds"] < info["wall_seconds"]
+
+
+def test_a_row_for_each_step_and_lane(finished):
+    table = rows(finished.path)
+    assert [(r["step"], r["lane"], r["seed"]) for r in table] == [(s, i, i) for s in range(0, 641, 64) for i in range(3)]
+    evaluated = {r["step"] for r in table if "eval/return" in r}
+    assert evaluated == {0, 320, 640}
+    episodes = sum(r["episode/count"] for r in table if r["step"] > 0)
+    assert episodes > 20
+    lengths = [r["episode/length"] for r in table if r.get("episode/count")]
+    returns = [r["episode/return"] for r in table if r.get("episode/count")]
+    np.testing.assert_allclose(lengths, returns)  # CartPole pays 1 a step
+
+
+def test_results_as_arrays(finished):
+    assert finished.eval_steps.tolist() == [0, 320, 640]
+    assert finished.eval_returns.shape == (3, 3)
+    assert [lane["seed"] for lane in finished.lanes] == [0, 1, 2]
+    logged = [r["eval/return"] for r in rows(finished.path) if r["step"] == 640]
+    np.testing.assert_array_equal(finished.eval_returns[:, -1], logged)
+
+
+def test_evaluation_of_the_checkpoint_equals_the_logged_one(finished):
+    steps, evaluation = evaluate(finished.path)
+    assert steps == 640
+    np.testing.assert_array_equal(np.mean(np.asarray(evaluation.returns, np.float64), 1), finished.eval_returns[:, -1])
+    _, other = evaluate(finished.path, episodes=7, seed=5)
+    assert other.returns.shape == (3, 7)
+
+
+def test_a_lane_can_be_taken_out_and_acted_with(finished):
+    agent, state = finished.policy(1)
+    env = rljax.make_env("CartPole-v1")
+    evaluation = rljax.experiment.evaluate_agent(agent, env, state, lanes.evaluation_key(finished.experiment), 4, 1000)
+    assert float(evaluation.returns.mean()) == pytest.approx(finished.eval_returns[1, -1])
+
+
+def test_a_finished_run_is_not_run_again(finished):
+    before = (finished.path / "metrics.jsonl").stat().st_mtime_ns
+    events = []
+    again = run(finished.experiment, listener=events.append)
+    assert "finished already" in events[0]["text"]
+    assert (finished.path / "metrics.jsonl").stat().st_mtime_ns == before
+    assert_same(again.states, finished.states)
+
+
+def test_one_program_is_traced_once(tmp_path):
+    program = lanes.build(tiny(tmp_path))
+    states = program.init(program.lanes)
+    for _ in range(3):
+        states, _, _ = program.chunk(program.lanes, states)
+        program.evaluate(program.lanes, states)
+    assert program.traces == {"init": 1, "chunk": 1, "evaluate": 1}
+
+
+def test_lanes_are_padded_and_sharded(tmp_path):
+    program = lanes.build(tiny(tmp_path))
+    assert program.mesh.size == 2
+    states = program.init(program.lanes)
+    assert states.updates.shape == (4,)
+    assert program.unpad(states).updates.shape == (3,)
+
+
+def test_a_lane_of_many_is_close_to_the_solo_run(tmp_path, finished):
+    solo = run(tiny(tmp_path, seeds=[1]))
+    for many, one in zip(jax.tree.leaves(finished.states.params), jax.tree.leaves(solo.states.params), strict=True):
+        np.testing.assert_allclose(many[1], one[0], atol=2e-3)
+
+
+def test_train_without_files_is_one_program(tmp_path, finished):
+    states, metrics, evaluation = train(tiny(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+    assert metrics["entropy"].shape == (3, 10)
+    for a, b in zip(jax.tree.leaves(states.params), jax.tree.leaves(finished.states.params), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-3)
+    assert evaluation.returns.shape == (3, 4)
+
+
+def test_swept_lanes_differ_and_the_first_value_matches_an_unswept_run(tmp_path):
+    swept = run(tiny(tmp_path, **{"seeds": [0, 1], "sweep.algo.learning_rate": [3e-4, 0.0], "sweep.env_params.gravity": [9.8, 30.0]}))
+    assert len(swept.lanes) == 8
+    assert len(swept.summary["settings"]) == 4
+    plain = run(tiny(tmp_path, seeds=[0, 1]))
+    for many, one in zip(jax.tree.leaves(swept.states.params), jax.tree.leaves(plain.states.params), strict=True):
+        np.testing.assert_allclose(many[:2], one, atol=2e-3)
+    returns = [r["episode/length"] for r in rows(swept.path) if r["step"] == 320]
+    assert returns[0] != returns[2]  # gravity
+
+
+def test_steps_are_rounded_up_and_said(tmp_path):
+    events = []
+    done = run(tiny(tmp_path, total_steps=650), listener=events.append)
+    assert any("650 is rounded up to" in e.get("text", "") for e in events)
+    assert done.summary["steps_asked"] == 650
+    assert done.summary["steps_done"] == rows(done.path)[-1]["step"] >= 650
+
+
+@pytest.mark.parametrize("kills", [4])
+def test_resume_after_sigkill_equals_the_uninterrupted_run(tmp_path, finished, kills):
+    """Killed at random moments, also in the middle of a save; metrics byte for byte, states bit for bit."""
+    flags = [f"--{k}={json.dumps(v)}" for k, v in {**TINY, "out": str(tmp_path), "checkpoint_seconds": 0}.items()]
+    command = [sys.executable, "-m", "rljax.cli", "run", *flags]
+    path = tiny(tmp_path).path
+    draw = random.Random(0)
+    seen = -1
+    for _ in range(kills):
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline = time.time() + 120
+        while process.poll() is None and time.time() < deadline:
+            done = [int(p.name) for p in (path / "checkpoints").glob("*") if p.name.isdigit()]
+            if max(done, default=-1) > seen:
+                seen = max(done)
+                break
+            time.sleep(0.01)
+        time.sleep(draw.uniform(0, 0.15))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    assert (path / "metrics.jsonl").read_bytes() == (finished.path / "metrics.jsonl").read_bytes()
+    assert_same(load_states(path)[1], finished.states)
+
+
+def stop_after(n):
+    """A listener that stops the run at its n-th chunk, as Ctrl-C would."""
+    seen = []
+
+    def listen(event):
+        seen.append(event["event"])
+        if seen.count("chunk") == n:
+            raise KeyboardInterrupt
+
+    return listen
+
+
+def interrupted(tmp_path, chunks, **changes):
+    e = tiny(tmp_path, checkpoint_seconds=0, **changes)
+    with pytest.raises(KeyboardInterrupt):
+        run(e, listener=stop_after(chunks))
+    return e
+
+
+def test_rows_past_the_checkpoint_are_dropped(tmp_path, finished):
+    e = interrupted(tmp_path, 4)
+    with (e.path / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 999, "lane": 0, "seed": 0}) + '\n{"step": 10')
+    resumed = resume(e.path)
+    assert (resumed.path / "metrics.jsonl").read_bytes() == (finished.path / "metrics.jsonl").read_bytes()
+
+
+def test_an_unreadable_checkpoint_falls_back_to_the_one_before_and_says_so(tmp_path, finished):
+    e = interrupted(tmp_path, 4)
+    newest = max((e.path / "checkpoints").iterdir(), key=lambda p: int(p.name))
+    assert newest.name == "4"
+    for file in newest.rglob("*"):
+        if file.is_file():
+            file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    events = []
+    resumed = run(e, listener=events.append)
+    notes = [event["text"] for event in events if event["event"] == "note"]
+    assert any("4 cannot be read" in note and "resuming from checkpoint 3" in note for note in notes)
+    assert_same(resumed.states, finished.states)
+
+
+def test_no_readable_checkpoint_is_wrong_input(tmp_path, capsys):
+    e = interrupted(tmp_path, 1)
+    for file in (e.path / "checkpoints").rglob("*"):
+        if file.is_file():
+            file.write_bytes(b"")
+    assert main(["run", str(e.path)]) == 2
+    error = capsys.readouterr().err
+    assert "--fresh" in error
+    assert error.count("\n") == 1
+    assert (e.path / "metrics.jsonl").exists()
+
+
+def test_full_disk_keeps_the_checkpoint_before(tmp_path, monkeypatch, finished):
+    e = tiny(tmp_path, checkpoint_seconds=0)
+    save = checkpoint.Checkpoints.save
+
+    def full(self, chunk, states):
+        if chunk == 4:
+            with monkeypatch.context() as m:
+
+                def write(*args, **kwargs):
+                    partial = self.directory / "4.orbax-checkpoint-tmp"
+                    partial.mkdir()
+                    raise OSError(28, "No space left on device")
+
+                m.setattr(self._manager, "save", write)
+                return save(self, chunk, states)
+        return save(self, chunk, states)
+
+    with monkeypatch.context() as m:
+        m.setattr(checkpoint.Checkpoints, "save", full)
+        with pytest.raises(SaveError, match=r"No space left on device; valid ones: 2, 3"):
+            run(e)
+    assert not list((e.path / "checkpoints").glob("*tmp*"))
+    assert_same(run(e).states, finished.states)
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="needs to mount a small file system")
+def test_really_full_disk(tmp_path):
+    small = tmp_path / "small"
+    small.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(small)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("cannot mount")
+    try:
+        e = tiny(small, checkpoint_seconds=0, **{"algo.hidden": [64, 64], "algo.num_envs": 4})
+        with pytest.raises((SaveError, OSError)):
+            run(e)
+        assert checkpoint.Checkpoints(e.path / "checkpoints").steps() != [] or not rows(e.path)
+    finally:
+        subprocess.run(["umount", str(small)], check=False)
+
+
+def test_a_lane_that_turns_nan_is_named_and_spoils_nothing(tmp_path):
+    events = []
+    settings = {"seeds": [0, 1, 2, 3, 4], "sweep.algo.learning_rate": [1e-3, 1e30]}
+    done = run(tiny(tmp_path, **settings), listener=events.append)
+    good, bad = done.summary["settings"]
+    assert good["failed"] == []
+    assert np.isfinite(good["iqm"])
+    assert [f["seed"] for f in bad["failed"]] == [0, 1, 2, 3, 4]
+    assert sum("failed at step" in e.get("text", "") for e in events) == 5
+    assert "NaN" not in (done.path / "metrics.jsonl").read_text()
+    failed = json.loads((done.path / "run.json").read_text())["failed"]
+    assert {f["lane"] for f in failed} == {5, 6, 7, 8, 9}
+
+
+def test_fewer_than_five_seeds_do_not_establish_a_spread(finished):
+    assert "not established" in finished.summary["spread"]
+    assert "not established" in rljax.experiment.summary_text(finished.summary)
+
+
+def test_a_second_process_is_kept_out(tmp_path):
+    e = tiny(tmp_path)
+
+    def listen(event):
+        if event["event"] == "start":
+            with pytest.raises(InputError, match="another process"):
+                run(e)
+
+    run(e, listener=listen)
+
+
+def test_fresh_starts_over(tmp_path):
+    e = interrupted(tmp_path, 2)
+    again = run(e, fresh=True)
+    assert rows(again.path)[0]["step"] == 0
+    assert result(again.path).summary["steps_done"] == 640
+
+
+def test_checkpoints_do_not_depend_on_the_number_of_devices(tmp_path, finished):
+    program = lanes.build(finished.experiment, jax.devices()[:1])
+    _, states = load_states(finished.path)
+    padded = program.pad(states)
+    assert padded.updates.shape == (3,)
+    evaluation = program.evaluate(program.lanes, padded)
+    np.testing.assert_allclose(np.mean(evaluation.returns, 1), finished.eval_returns[:, -1], rtol=0.2)
+
+
+def test_time_and_memory_of_a_chunk_do_not_depend_on_the_length_of_the_run(tmp_path):
+    def size(total_steps):
+        program = lanes.build(dataclasses.replace(tiny(tmp_path), total_steps=total_steps, evals=total_steps // 320))
+        return program.updates_per_chunk, [x.shape for x in jax.tree.leaves(jax.eval_shape(program.init, program.lanes))]
+
+    assert size(640) == size(640_000)

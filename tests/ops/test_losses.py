@@ -1,0 +1,80 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rljax.ops import losses
+
+
+def surrogate_and_gradient(log_ratio, advantage, low, high):
+    """Loss and its derivative by log_prob, at an old log-probability of -2."""
+
+    def loss(log_prob):
+        return losses.clipped_surrogate(log_prob, jnp.float32(-2.0), jnp.float32(advantage), low, high)
+
+    return [float(x) for x in jax.value_and_grad(loss)(jnp.float32(log_ratio - 2.0))]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "low", "high", "loss", "gradient"),
+    [
+        (1.5, -1.0, 0.2, 0.2, 1.5, 1.5),  # the bad action became likelier: pessimism keeps the gradient
+        (1.5, 1.0, 0.2, 0.2, -1.2, 0.0),
+        (0.5, 1.0, 0.2, 0.2, -0.5, -0.5),
+        (0.5, -1.0, 0.2, 0.2, 0.8, 0.0),
+        (1.1, 2.0, 0.2, 0.2, -2.2, -2.2),
+        (1.0, 2.0, 0.2, 0.2, -2.0, -2.0),  # both branches tie: the gradient is whole, not half
+        (1.0, 0.0, 0.2, 0.2, 0.0, 0.0),
+        (1.25, 1.0, 0.2, 0.28, -1.25, -1.25),  # clip-higher
+        (1.3, 1.0, 0.2, 0.28, -1.28, 0.0),
+        (0.75, -1.0, 0.3, 0.2, 0.75, 0.75),
+        (0.6, -1.0, 0.3, 0.2, 0.7, 0.0),
+    ],
+)
+def test_surrogate_by_hand(ratio, advantage, low, high, loss, gradient):
+    result = surrogate_and_gradient(np.log(ratio), advantage, low, high)
+    np.testing.assert_allclose(result, [loss, gradient], rtol=1e-5, atol=1e-7)
+
+
+def test_surrogate_of_a_ratio_beyond_float32_is_clipped():
+    np.testing.assert_allclose(surrogate_and_gradient(100.0, 1.0, 0.2, 0.2), [-1.2, 0.0], rtol=1e-6)
+    np.testing.assert_allclose(surrogate_and_gradient(-1000.0, -1.0, 0.2, 0.2), [0.8, 0.0], rtol=1e-6)
+
+
+def test_surrogate_keeps_the_elements_apart():
+    log_prob = jnp.log(jnp.array([[1.5, 1.5], [0.5, 1.0]]))
+    result = losses.clipped_surrogate(log_prob, jnp.zeros((2, 2)), jnp.array([[-1.0, 1.0], [1.0, 3.0]]), 0.2, 0.2)
+    np.testing.assert_allclose(result, [[1.5, -1.2], [-0.5, -3.0]], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("value", "old", "target", "loss", "gradient"),
+    [
+        (3.0, 1.0, 2.0, 0.5, 1.0),  # unclipped error 1, clipped (1.5) 1/4: the larger counts
+        (3.0, 1.0, 4.0, 3.125, 0.0),  # clipped error (1.5 - 4)^2 is larger, and is constant
+        (1.25, 1.0, 2.0, 0.28125, -0.75),  # within the clip: plain squared error, with all of its gradient
+        (-1.0, 1.0, 0.0, 0.5, -1.0),  # below the clip
+    ],
+)
+def test_clipped_value_loss_by_hand(value, old, target, loss, gradient):
+    def function(v):
+        return losses.clipped_value_loss(v, jnp.float32(old), jnp.float32(target), 0.5)
+
+    assert [float(x) for x in jax.value_and_grad(function)(value)] == [loss, gradient]
+
+
+def test_squared_error():
+    np.testing.assert_array_equal(losses.squared_error(jnp.array([1.0, 4.0]), jnp.array([3.0, 4.0])), [2.0, 0.0])
+
+
+@pytest.mark.parametrize("odd", range(3))
+def test_wrong_shapes_raise(odd):
+    arrays = [jnp.zeros((4, 2))] * 3
+    arrays[odd] = jnp.zeros((4, 1))  # would broadcast
+    with pytest.raises(AssertionError):
+        losses.clipped_surrogate(*arrays, 0.2, 0.2)
+    with pytest.raises(AssertionError):
+        losses.clipped_value_loss(*arrays, 0.2)
+    if odd < 2:
+        with pytest.raises(AssertionError):
+            losses.squared_error(*arrays[:2])

@@ -1,0 +1,152 @@
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from rljax.cli import main
+
+FLAGS = (
+    "--env CartPole-v1 --total-steps 64 --seeds 0 1 --evals 1 --eval-episodes 2 --algo.num-envs 2 --algo.num-steps 8 "
+    "--algo.num-minibatches 1 --algo.num-epochs 1 --algo.hidden 8"
+).split()
+
+
+def call(capsys, *arguments):
+    status = main(list(map(str, arguments)))
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+@pytest.fixture(scope="module")
+def run_directory(tmp_path_factory):
+    out = tmp_path_factory.mktemp("runs")
+    assert main(["run", *FLAGS, "--out", str(out)]) == 0
+    return next(p.parent for p in out.glob("*/*/config.toml"))
+
+
+def test_run_prints_plain_lines_and_a_summary(capsys, tmp_path):
+    status, out, _ = call(capsys, "run", *FLAGS, "--out", tmp_path)
+    assert status == 0
+    assert "2 lanes on 2 devices" in out
+    assert "IQM" in out
+    assert "spread not established" in out
+    assert "random" in out
+    assert out.strip().endswith("report.html")
+    assert "\x1b" not in out
+
+
+def test_run_again_says_that_it_is_finished(capsys, run_directory):
+    status, out, _ = call(capsys, "run", run_directory)
+    assert status == 0
+    assert "finished already" in out
+
+
+def test_sweep_over_a_static_axis_runs_two_programs(capsys, tmp_path):
+    status, out, _ = call(capsys, "run", *FLAGS, "--out", tmp_path, "--sweep.algo.num-steps", 8, 16)
+    assert status == 0
+    assert "program 2 of 2" in out
+    assert len(list(tmp_path.glob("*/*/summary.json"))) == 2
+
+
+def test_plan_trains_nothing(capsys, tmp_path):
+    status, out, _ = call(capsys, "plan", *FLAGS, "--out", tmp_path)
+    assert status == 0
+    assert "1 program" in out
+    assert "memory" in out
+    assert not list(tmp_path.iterdir())
+
+
+def test_eval_needs_no_flags(capsys, run_directory):
+    status, out, _ = call(capsys, "eval", run_directory)
+    rows = [json.loads(line) for line in (run_directory / "metrics.jsonl").read_text().splitlines()]
+    assert status == 0
+    for row in rows[-2:]:
+        assert f"seed {row['seed']:>3}  return {row['eval/return']:.2f}" in out
+
+
+def test_report_of_two_runs(capsys, run_directory, tmp_path):
+    status, out, _ = call(capsys, "report", run_directory, run_directory, "--output", tmp_path / "both.html")
+    assert status == 0
+    assert out.strip() == str(tmp_path / "both.html")
+    assert "<html" in (tmp_path / "both.html").read_text()
+
+
+def test_reproduce_is_byte_for_byte(capsys, run_directory, tmp_path):
+    status, out, _ = call(capsys, "reproduce", run_directory, "--out", tmp_path)
+    assert status == 0
+    assert "byte for byte" in out
+
+
+def test_list(capsys):
+    status, out, _ = call(capsys, "list")
+    assert status == 0
+    for word in ("CartPole-v1", "Breakout-MinAtar", "brax/ant", "MNISTBandit-bsuite is left out", "ppo ", "module:attribute"):
+        assert word in out
+
+
+def test_help_of_a_config_lists_every_option(capsys):
+    status, out, _ = call(capsys, "run", "--help")
+    assert status == 0
+    for option in ("--algo.learning_rate", "--seeds", "--env_params.gravity", "[traced]"):
+        assert option in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run"], "name a config file"),
+        (["run", "nowhere.toml"], "cannot read config nowhere.toml"),
+        (["run", *FLAGS, "--algo.lerning-rate", "1"], "did you mean 'algo.learning_rate'"),
+        (["run", *FLAGS, "--algo.num-minibatches", "3"], "algo.num_minibatches (3) must divide"),
+        (["run", *FLAGS, "--algo.network", "minatar_cnn"], 'algo.network "minatar_cnn" takes images'),
+        (["run", *FLAGS, "--algo.distribution", "gaussian"], "algo.distribution 'gaussian' does not fit the Discrete actions"),
+        (["run", *FLAGS, "--env", "Pendulum-v1", "--algo.distribution", "categorical"], "does not fit the Box actions"),
+        (["eval", "."], "is not a run directory"),
+        (["report", "nowhere"], "nowhere"),
+        (["reproduce", "nowhere"], "is not a run directory"),
+    ],
+)
+def test_wrong_input_is_one_line_and_status_two(capsys, arguments, message):
+    status, _, error = call(capsys, *arguments)
+    assert status == 2
+    assert message in error
+    assert error.count("\n") == 1
+    assert "Traceback" not in error
+
+
+def test_an_unwritable_directory(capsys, tmp_path):
+    (tmp_path / "file").write_text("")
+    status, _, error = call(capsys, "run", *FLAGS, "--out", tmp_path / "file")
+    assert status == 2
+    assert "cannot write to" in error
+
+
+def test_help_is_quick_and_does_not_import_jax():
+    code = "import sys; from rljax.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\nassert 'jax' not in sys.modules"
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=environment).stdout
+    assert "reproduce" in out
+
+
+def test_own_environment_from_a_file(capsys, tmp_path):
+    (tmp_path / "corridor.py").write_text(
+        "import jax.numpy as jnp\n"
+        "from rljax.envs import Box, Discrete, restart, transition\n\n"
+        "class Corridor:\n"
+        "    observation_space = Box(0.0, 1.0, (1,))\n"
+        "    action_space = Discrete(2)\n\n"
+        "    def __init__(self, length: float = 4.0):\n"
+        "        self.length = length\n\n"
+        "    def reset(self, key):\n"
+        "        return jnp.float32(0), restart(jnp.zeros(1))\n\n"
+        "    def step(self, key, position, action):\n"
+        "        position = jnp.maximum(position + 2.0 * action - 1.0, 0.0)\n"
+        "        return position, transition(position[None] / self.length, -1.0, terminated=position >= self.length)\n"
+    )
+    env = f"{tmp_path / 'corridor.py'}:Corridor"
+    more = ["--env-params.time-limit", 8, "--sweep.env-params.length", 2, 3, "--out", tmp_path]
+    status, out, _ = call(capsys, "run", *FLAGS, "--env", env, *more)
+    assert status == 0
+    assert "4 lanes" in out
