@@ -18,7 +18,17 @@ _EXPORTS = {
     "networks": "rljax.networks",
     "ops": "rljax.ops",
 }
-__all__ = [*_EXPORTS, "__version__"]
+__all__ = [
+    "__version__",
+    "agents",
+    "envs",
+    "experiment",
+    "make_agent",
+    "make_env",
+    "networks",
+    "ops",
+    "register_env",
+]
 
 if TYPE_CHECKING:
     from rljax import agents, envs, experiment, networks, ops

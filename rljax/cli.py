@@ -151,9 +151,7 @@ def _eval(arguments: argparse.Namespace) -> int:
     steps, evaluation = evaluate(arguments.run, arguments.episodes, arguments.seed)
     lanes = load_run(arguments.run).lanes()
     print(f"greedy, {evaluation.returns.shape[1]} episodes a lane, after {steps:,} steps")
-    for lane, returns, lengths, finished in zip(
-        lanes, evaluation.returns, evaluation.lengths, evaluation.finished, strict=True
-    ):
+    for lane, returns, lengths, finished in zip(lanes, evaluation.returns, evaluation.lengths, evaluation.finished, strict=True):
         settings = "".join(f"  {key}={value:g}" for key, value in lane.items() if key not in ("lane", "seed"))
         unfinished = f"  {int((~finished).sum())} unfinished" if not finished.all() else ""
         print(
@@ -194,7 +192,7 @@ def _reproduce(arguments: argparse.Namespace) -> int:
         old, new = (r.summary["settings"] for r in (before, again))
         print("\nnot bit for bit the same (other versions or devices?); IQM before and now:")
         for a, b in zip(old, new, strict=True):
-            print(f"  {a['label'] or 'all lanes'}: {a['iqm']:.2f} [{a['low']}, {a['high']}] and {b['iqm']:.2f} [{b['low']}, {b['high']}]")
+            print(f"  {a['label']}: {a['iqm']:.2f} [{a['low']}, {a['high']}] and {b['iqm']:.2f} [{b['low']}, {b['high']}]")
     return 0
 
 

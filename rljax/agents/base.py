@@ -53,9 +53,9 @@ T = TypeVar("T")
 @dataclass_transform(frozen_default=True, field_specifiers=(traced, static))
 def config(cls: type[T]) -> type[T]:
     """Makes a frozen dataclass whose `traced` fields are pytree leaves and whose `static` fields are structure."""
-    cls = dataclasses.dataclass(frozen=True)(cls)
-    names = {kind: [f.name for f in dataclasses.fields(cls) if f.metadata["traced"] == kind] for kind in (True, False)}
-    return jax.tree_util.register_dataclass(cls, data_fields=names[True], meta_fields=names[False])
+    made: Any = dataclasses.dataclass(frozen=True)(cls)
+    names = {kind: [f.name for f in dataclasses.fields(made) if f.metadata["traced"] == kind] for kind in (True, False)}
+    return jax.tree_util.register_dataclass(made, data_fields=names[True], meta_fields=names[False])
 
 
 def agent_module(name: str) -> Any:

@@ -12,8 +12,7 @@ from rljax.envs import TimeStep, VectorEnvironment
 from rljax.networks import Policy
 
 
-@struct.dataclass
-class Trajectory:
+class Trajectory(struct.PyTreeNode):
     """``T`` steps of ``B`` environments.
 
     Attributes:
@@ -68,10 +67,14 @@ def rollout(
     noise_key, env_key = jax.random.split(key)
     _, shapes = jax.eval_shape(policy_step, world[1], world[2])
     noise = jax.vmap(shapes.noise)(jax.random.split(noise_key, num_steps))
-    final, (samples, timesteps, carries) = jax.lax.scan(step, world, (noise, envs.draw(env_key, num_steps)))
-    first = (world[1], world[2])
-    timesteps, carries = jax.tree.map(lambda x, xs: jnp.concatenate([x[None], xs]), first, (timesteps, carries))
-    return final, Trajectory(timesteps, samples, carries)
+    env_state, first, carry = world
+    start = (env_state, envs.without_statistics(first), carry)
+    draws = (noise, envs.draw(env_key, num_steps))
+    (env_state, _, last_carry), (samples, timesteps, carries) = jax.lax.scan(step, start, draws)
+    env_state, timesteps = envs.count_episodes(env_state, timesteps)
+    world = (env_state, jax.tree.map(lambda x: x[-1], timesteps), last_carry)
+    timesteps, carries = jax.tree.map(lambda x, xs: jnp.concatenate([x[None], xs]), (first, carry), (timesteps, carries))
+    return world, Trajectory(timesteps, samples, carries)
 
 
 def next_values(policy: Policy, params: Any, trajectory: Trajectory, values: Array) -> Array:
@@ -97,6 +100,20 @@ def next_values(policy: Policy, params: Any, trajectory: Trajectory, values: Arr
     trajectory_carries = jax.tree.map(lambda x: x[1:], trajectory.carries)
     pending = transitions.truncated & ~transitions.terminated
     return jax.lax.while_loop(lambda loop: jnp.any(loop[1]), evaluate, (values[1:], pending))[0]
+
+
+def shuffled_minibatches(key: Array, size: int, num_epochs: int, num_minibatches: int) -> Array:
+    """A fresh random split of ``0 .. size - 1`` into minibatches for every epoch.
+
+    Returns int32 ``[num_epochs * num_minibatches, size / num_minibatches]``.
+
+    Each index sits in the low bits of one random word, and the words are sorted: twice as fast as sorting words and indices.
+    Equal random parts come out in index order, which changes nothing inside a minibatch.
+    """
+    low_bits = jnp.uint32((1 << (size - 1).bit_length()) - 1)
+    words = jax.random.bits(key, (num_epochs, size), jnp.uint32)
+    order = jnp.sort((words & ~low_bits) | jnp.arange(size, dtype=jnp.uint32)) & low_bits
+    return order.astype(jnp.int32).reshape(num_epochs * num_minibatches, -1)
 
 
 def episode_metrics(transitions: TimeStep) -> dict[str, Any]:

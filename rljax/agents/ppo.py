@@ -15,7 +15,7 @@ from jax import Array
 from jax.flatten_util import ravel_pytree
 
 from rljax.agents.base import Agent, config, static, traced
-from rljax.agents.on_policy import episode_metrics, next_values, rollout
+from rljax.agents.on_policy import episode_metrics, next_values, rollout, shuffled_minibatches
 from rljax.envs import Environment, TimeStep, vectorize
 from rljax.networks import actor_critic
 from rljax.networks.policy import DISTRIBUTIONS, NETWORKS
@@ -53,8 +53,7 @@ class Config:
     distribution: str = static("auto", "over actions; auto: categorical or gaussian", choices=DISTRIBUTIONS)
 
 
-@struct.dataclass
-class TrainState:
+class TrainState(struct.PyTreeNode):
     """All that changes; ``B`` environments.
 
     Attributes:
@@ -78,8 +77,7 @@ class TrainState:
     running_return: Array
 
 
-@struct.dataclass
-class Batch:
+class Batch(struct.PyTreeNode):
     """What the loss sees of a rollout; ``[T, B]``, or ``[1, T * B]`` for a feed-forward policy."""
 
     timesteps: TimeStep
@@ -137,7 +135,9 @@ def make(config: Config, env: Environment) -> Agent:
 
     def schedule(kind: str, updates: Array) -> Array | float:
         """The factor of a scheduled hyper-parameter, from 1 to 0."""
-        return 1.0 if kind == "constant" else jnp.maximum(1.0 - updates * env_steps / config.anneal_steps, 0.0)
+        if kind == "constant" or config.anneal_steps is None:
+            return 1.0
+        return jnp.maximum(1.0 - updates * env_steps / config.anneal_steps, 0.0)
 
     def loss(params: Any, carry: Any, batch: Batch, clip_factor: Array | float) -> tuple[Array, Any]:
         output = policy.unroll(params, carry, batch.timesteps)
@@ -204,7 +204,7 @@ def make(config: Config, env: Environment) -> Agent:
             gradient, (metrics, log_ratio) = gradient_of(params, carry, minibatch, clip_factor)
             metrics["grad_norm"] = optax.tree.norm(gradient)
             direction, new_opt_state = optimizer.update(gradient, opt_state)
-            learner = (params - learning_rate * direction, new_opt_state, stopped)
+            learner = (params - learning_rate * jnp.asarray(direction), new_opt_state, stopped)
             if config.target_kl is not None:
                 stopped = stopped | (kl.kl_estimate(jnp.zeros_like(log_ratio), log_ratio, "k3").mean() > config.target_kl)
                 learner = jax.tree.map(lambda old, new: jnp.where(stopped, old, new), (params, opt_state, stopped), learner)
@@ -212,9 +212,7 @@ def make(config: Config, env: Environment) -> Agent:
                 metrics["skipped"] = stopped
             return learner, (metrics, log_ratio)
 
-        keys = jax.random.split(shuffle_key, config.num_epochs)
-        order = jax.vmap(lambda k: jax.random.permutation(k, sequences))(keys)
-        order = order.reshape(config.num_epochs * config.num_minibatches, -1)
+        order = shuffled_minibatches(shuffle_key, sequences, config.num_epochs, config.num_minibatches)
         learner = (params, state.opt_state, jnp.zeros((), bool))
         (params, opt_state, _), (metrics, log_ratio) = jax.lax.scan(minibatch_step, learner, order)
 

@@ -10,8 +10,7 @@ from jax import Array
 from rljax.envs.spaces import Discrete, MultiDiscrete, Space
 
 
-@struct.dataclass
-class TimeStep:
+class TimeStep(struct.PyTreeNode):
     """What an agent sees after a reset or a step.
 
     The flags, the reward and ``next_observation`` describe the transition that led here. In a vectorised environment an

@@ -1,6 +1,7 @@
 """Adapter for brax: rigid-body locomotion and control, with the backends generalized, spring, positional and mjx."""
 
 import contextlib
+import importlib
 import inspect
 import io
 import warnings
@@ -45,7 +46,7 @@ def _quiet() -> Iterator[None]:
 
     mujoco would also write a log into the working directory.
     """
-    import mujoco
+    mujoco: Any = importlib.import_module("mujoco")  # its extension module declares no types
 
     def handler(message: str) -> None:
         if "settotalmass" not in message:

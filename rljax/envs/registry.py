@@ -70,9 +70,7 @@ def make_env(name: str, *, time_limit: int | None = None, **kwargs: Any) -> Envi
 
     known = env_parameters(name)
     factory = _factory(name)
-    takes_any = factory is not None and any(
-        p.kind == p.VAR_KEYWORD for p in inspect.signature(factory).parameters.values()
-    )
+    takes_any = factory is not None and any(p.kind == p.VAR_KEYWORD for p in inspect.signature(factory).parameters.values())
     for key in kwargs:
         if key not in known and not takes_any:
             raise ValueError(f"unknown key env_params.{key} for {name}{did_you_mean(key, [*known, 'time_limit'])}")

@@ -9,10 +9,10 @@ from jax import Array
 
 from rljax.envs.base import Environment, TimeStep
 from rljax.envs.spaces import Space
+from rljax.ops.normalization import return_trace
 
 
-@struct.dataclass
-class VectorState:
+class VectorState(struct.PyTreeNode):
     """State of `VectorEnvironment`; every leaf but ``pool`` starts with the axis ``[N]``.
 
     Attributes:
@@ -28,8 +28,7 @@ class VectorState:
     pool: Any
 
 
-@struct.dataclass
-class Draw:
+class Draw(struct.PyTreeNode):
     """All the randomness of one step, drawn beforehand; ``[N]``, or ``[T, N]`` for many steps.
 
     Attributes:
@@ -79,11 +78,14 @@ class VectorEnvironment:
             pool = jax.vmap(self.env.reset)(jax.random.split(pool_key, self._reset_pool))
         env_state, timestep = self._start(pool, jax.tree.map(lambda x: x[0], self._draw_starts(env_key, 1)))
         state = VectorState(env_state, jnp.zeros(self.num_envs), jnp.zeros(self.num_envs, jnp.int32), pool)
-        return state, self._with_statistics(timestep, state.episode_return, state.episode_length)
+        info = {"episode_return": state.episode_return, "episode_length": state.episode_length}
+        return state, timestep.replace(info={**timestep.info, **info})
 
     def step(self, key: Array, state: VectorState, action: Array) -> tuple[VectorState, TimeStep]:
         """One step of every copy, ``action [N, ...]``; ``(state, timestep [N])``."""
-        return self.step_drawn(jax.tree.map(lambda x: x[0], self.draw(key, 1)), state, action)
+        state, timestep = self.step_drawn(jax.tree.map(lambda x: x[0], self.draw(key, 1)), state, action)
+        state, timesteps = self.count_episodes(state, jax.tree.map(lambda x: x[None], timestep))
+        return state, jax.tree.map(lambda x: x[0], timesteps)
 
     def draw(self, key: Array, num_steps: int) -> Draw:
         """The randomness of ``num_steps`` steps, ``[T, N]``: one large batch of draws is far cheaper than T small ones."""
@@ -91,23 +93,30 @@ class VectorEnvironment:
         return Draw(jax.random.split(keys_key, (num_steps, self.num_envs)), self._draw_starts(start_key, num_steps))
 
     def step_drawn(self, draw: Draw, state: VectorState, action: Array) -> tuple[VectorState, TimeStep]:
-        """`step` with its randomness given, ``draw [N]``."""
+        """`step` with its randomness given, ``draw [N]``, and without the episode statistics: see `count_episodes`."""
         env_state, timestep = jax.vmap(self.env.step)(draw.keys, state.env, action)
         done = timestep.done
-        episode_return = state.episode_return + timestep.reward
-        episode_length = state.episode_length + 1
         new_state, new = self._start(state.pool, draw.start)
         timestep = timestep.replace(
             observation=_where(done, new.observation, timestep.observation),
             action_mask=_where(done, new.action_mask, timestep.action_mask),
         )
-        state = VectorState(
-            env=_where(done, new_state, env_state),
-            episode_return=jnp.where(done, 0.0, episode_return),
-            episode_length=jnp.where(done, 0, episode_length),
-            pool=state.pool,
-        )
-        return state, self._with_statistics(timestep, episode_return, episode_length)
+        return state.replace(env=_where(done, new_state, env_state)), timestep
+
+    @staticmethod
+    def without_statistics(timestep: TimeStep) -> TimeStep:
+        """A time step as `step_drawn` returns it."""
+        own = ("episode_return", "episode_length")
+        return timestep.replace(info={key: value for key, value in timestep.info.items() if key not in own})
+
+    @staticmethod
+    def count_episodes(state: VectorState, timesteps: TimeStep) -> tuple[VectorState, TimeStep]:
+        """Adds the episode statistics to ``timesteps [T, N]`` of `step_drawn`: one pass after a rollout, not a step in it."""
+        done = timesteps.done
+        episode_return, returns = return_trace(state.episode_return, timesteps.reward, done, 1.0)
+        episode_length, lengths = return_trace(state.episode_length, jnp.ones_like(done, jnp.int32), done, 1)
+        info = {**timesteps.info, "episode_return": returns, "episode_length": lengths}
+        return state.replace(episode_return=episode_return, episode_length=episode_length), timesteps.replace(info=info)
 
     def _draw_starts(self, key: Array, num_steps: int) -> Any:
         """One start for every step and copy, ``[T, N]``, the same for all members of a group."""
@@ -120,12 +129,6 @@ class VectorEnvironment:
 
     def _start(self, pool: Any, start: Any) -> tuple[Any, TimeStep]:
         return start if pool is None else jax.tree.map(lambda x: x[start], pool)
-
-    @staticmethod
-    def _with_statistics(timestep: TimeStep, episode_return: Array, episode_length: Array) -> TimeStep:
-        return timestep.replace(
-            info={**timestep.info, "episode_return": episode_return, "episode_length": episode_length}
-        )
 
 
 def vectorize(env: Environment, num_envs: int, reset_pool: int | None = None) -> VectorEnvironment:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from rljax.experiment.config import InputError
@@ -74,7 +75,8 @@ class Checkpoints:
             raise InputError(f"checkpoint {self.directory / str(chunk)} cannot be read ({type(error).__name__})") from error
         for wanted, got in zip(jax.tree.leaves(plain), jax.tree.leaves(tree), strict=True):
             if (wanted.shape, wanted.dtype) != (got.shape, got.dtype):
-                raise InputError(f"checkpoint {self.directory / str(chunk)} is of another program ({got.shape} for {wanted.shape})")
+                shapes = f"{got.dtype}{list(got.shape)} where {wanted.dtype}{list(wanted.shape)} is wanted"
+                raise InputError(f"checkpoint {self.directory / str(chunk)} is of another program: {shapes}")
         return _with_keys(like, tree)
 
     def restore_latest(self, like: Any) -> tuple[int, Any, list[str]] | None:
@@ -109,7 +111,7 @@ class Checkpoints:
 
 
 def _is_key(leaf: Any) -> bool:
-    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _without_keys(tree: Any) -> Any:

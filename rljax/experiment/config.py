@@ -38,15 +38,11 @@ class Experiment:
 
     env: str = static("", "environment, see `rljax list`")
     total_steps: int = static(0, "environment steps per seed; rounded up to whole updates", low=1)
-    seeds: tuple[int, ...] = static(
-        (0, 1, 2, 3, 4), "one lane each; five or more to state a spread", low=0, high=2**32 - 1
-    )
+    seeds: tuple[int, ...] = static((0, 1, 2, 3, 4), "one lane each; five or more to state a spread", low=0, high=2**32 - 1)
     evals: int = static(20, "greedy evaluations during training, the last at its end", low=1)
     eval_episodes: int = static(128, "episodes of each evaluation, per lane", low=1)
     eval_max_steps: int = static(100_000, "an evaluation episode that is still going then counts as unfinished", low=1)
-    eval_seed: int = static(
-        0, "fixes the evaluation episodes, the same for all lanes and evaluations", low=0, high=2**32 - 1
-    )
+    eval_seed: int = static(0, "fixes the evaluation episodes, the same for all lanes and evaluations", low=0, high=2**32 - 1)
     checkpoint_seconds: float = static(60.0, "least time between two checkpoints; 0: one after every chunk", low=0)
     name: str = static("", "of the run directory; the file's name by default")
     out: str = static("runs", "where run directories are made")
@@ -109,9 +105,7 @@ class Experiment:
     def _with(self, values: dict[str, Any]) -> "Experiment":
         algo = {key[5:]: value for key, value in values.items() if key.startswith("algo.")}
         params = {key[11:]: value for key, value in values.items() if key.startswith("env_params.")}
-        return dataclasses.replace(
-            self, algo=dataclasses.replace(self.algo, **algo), env_params={**self.env_params, **params}
-        )
+        return dataclasses.replace(self, algo=dataclasses.replace(self.algo, **algo), env_params={**self.env_params, **params})
 
 
 def load(path: str | Path | None = None, overrides: dict[str, Any] | None = None) -> Experiment:
@@ -167,18 +161,14 @@ def parse_overrides(arguments: list[str]) -> dict[str, Any]:
 def describe(experiment: Experiment) -> list[tuple[str, str, str]]:
     """``(dotted key, value, help)`` of every option, as resolved for ``experiment``."""
     rows = [(f.name, getattr(experiment, f.name), f.metadata) for f in _top_fields().values()]
-    rows += [
-        (f"algo.{f.name}", getattr(experiment.algo, f.name), f.metadata) for f in dataclasses.fields(experiment.algo)
-    ]
+    rows += [(f"algo.{f.name}", getattr(experiment.algo, f.name), f.metadata) for f in dataclasses.fields(experiment.algo)]
     options = [
         (key, json.dumps(_plain(value)), meta["doc"] + (" [traced]" if meta["traced"] else "") + _range_text(meta))
         for key, value, meta in rows
     ]
     for key, default in {**env_parameters(experiment.env), "time_limit": "none"}.items():
         value = experiment.env_params.get(key, default)
-        options.append(
-            (f"env_params.{key}", str(value), "of the environment" + (" [traced]" * isinstance(default, float)))
-        )
+        options.append((f"env_params.{key}", str(value), "of the environment" + (" [traced]" * isinstance(default, float))))
     return options
 
 
@@ -228,8 +218,7 @@ def _resolve(entries: dict[str, tuple[Any, str]], name: str) -> Experiment:
     algo_name, origin = entries.pop("algo.name", ("ppo", "default"))
     if not isinstance(algo_name, str) or algo_name not in AGENTS:
         raise InputError(
-            f"{origin}: unknown algo.name {algo_name!r}{did_you_mean(str(algo_name), list(AGENTS))}; "
-            f"known: {', '.join(AGENTS)}"
+            f"{origin}: unknown algo.name {algo_name!r}{did_you_mean(str(algo_name), list(AGENTS))}; known: {', '.join(AGENTS)}"
         )
     config_class = agent_module(algo_name).Config
     algo = {f"algo.{f.name}": f for f in dataclasses.fields(config_class)}

@@ -3,6 +3,7 @@
 import contextlib
 import os
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -12,11 +13,14 @@ def prepare() -> None:
 
     Does nothing where jax has started already, or where the user chose a number of devices or a cache by jax's own settings.
     """
-    if not jax.config.jax_compilation_cache_dir:
+    settings: Any = jax.config  # its values are no declared attributes
+    if not settings.jax_compilation_cache_dir:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rljax" / "xla"
-        jax.config.update("jax_compilation_cache_dir", str(cache))
-    chosen = jax.config.jax_num_cpu_devices > 0 or "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+        settings.update("jax_compilation_cache_dir", str(cache))
+    chosen = settings.jax_num_cpu_devices > 0 or "xla_force_host_platform_device_count" in os.environ.get(
+        "XLA_FLAGS", ""
+    )
     if not chosen:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         with contextlib.suppress(RuntimeError):
-            jax.config.update("jax_num_cpu_devices", cores)
+            settings.update("jax_num_cpu_devices", cores)

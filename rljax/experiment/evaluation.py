@@ -12,8 +12,7 @@ from rljax.envs import Discrete, Environment, TimeStep
 from rljax.networks.distributions import Categorical, mask_logits
 
 
-@struct.dataclass
-class Evaluation:
+class Evaluation(struct.PyTreeNode):
     """Episodes ``[E]``.
 
     Attributes:

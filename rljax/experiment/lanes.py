@@ -70,7 +70,7 @@ class Program:
 CHUNKS_PER_EVAL = 5  # progress lines and metric rows between two evaluations
 
 
-def build(experiment: Experiment, devices: list[jax.Device] | None = None) -> Program:
+def build(experiment: Experiment, devices: list[Any] | None = None) -> Program:
     """Builds the program of an experiment with traced sweeps only (see `Experiment.programs`).
 
     Raises:
@@ -104,9 +104,7 @@ def build(experiment: Experiment, devices: list[jax.Device] | None = None) -> Pr
     def evaluate(lane: Any, state: Any) -> Evaluation:
         traces["evaluate"] += 1
         env, agent = bind(lane)
-        return evaluate_agent(
-            agent, env, state, evaluation_key(experiment), experiment.eval_episodes, experiment.eval_max_steps
-        )
+        return evaluate_agent(agent, env, state, evaluation_key(experiment), experiment.eval_episodes, experiment.eval_max_steps)
 
     lanes = _stack(experiment)
     num_lanes = len(experiment.lanes())

@@ -495,8 +495,7 @@ pre { background: var(--card); border: 1px solid var(--line); border-radius: 6px
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]], best: str | None = None) -> str:
     head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
     lines = [
-        f"<tr{' class=best' if row[0] == best else ''}>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>"
-        for row in rows
+        f"<tr{' class=best' if row[0] == best else ''}>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows
     ]
     return f"<div class=wide><table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>"
 

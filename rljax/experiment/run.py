@@ -25,10 +25,10 @@ from jax import Array
 from rljax.agents import Agent, make_agent
 from rljax.envs import make_env
 from rljax.experiment import report
-from rljax.experiment.checkpoint import Checkpoints, SaveError
+from rljax.experiment.checkpoint import Checkpoints
 from rljax.experiment.config import Experiment, InputError, load
-from rljax.experiment.evaluation import Evaluation, evaluate_agent
-from rljax.experiment.lanes import Program, build, evaluate_random
+from rljax.experiment.evaluation import Evaluation
+from rljax.experiment.lanes import build, evaluate_random
 
 Listener = Callable[[dict[str, Any]], None]
 
@@ -60,7 +60,9 @@ class Result:
         return lane_agent(self.experiment, lane), jax.tree.map(lambda x: x[lane], self.states)
 
 
-def run(experiment: Experiment, *, fresh: bool = False, listener: Listener | None = None, argv: list[str] | None = None) -> Result:
+def run(
+    experiment: Experiment, *, fresh: bool = False, listener: Listener | None = None, argv: list[str] | None = None
+) -> Result:
     """Trains every lane of an experiment, in its run directory; resumes what is there.
 
     Args:
@@ -161,22 +163,29 @@ def _train(experiment: Experiment, path: Path, info: dict[str, Any], say: Listen
             if program.evaluates_at(done):
                 evaluation = program.unpad(jax.device_get(evaluate_program(program.lanes, states)))
             for failure in metrics.write(program.steps_at(done), totals, finite, evaluation):
-                say({"event": "note", "text": f"lane {failure['lane']} (seed {failure['seed']}) failed at step "
-                     f"{failure['step']:,}: {failure['reason']}; the other lanes go on"})
+                say(
+                    {
+                        "event": "note",
+                        "text": f"lane {failure['lane']} (seed {failure['seed']}) failed at step "
+                        f"{failure['step']:,}: {failure['reason']}; the other lanes go on",
+                    }
+                )
             if done == program.num_chunks or clock() - saved_at >= experiment.checkpoint_seconds:
                 metrics.flush()
                 checkpoints.save(done, program.unpad(states))
                 saved_at = clock()
                 account("running")
-            say({
-                "event": "chunk",
-                "step": program.steps_at(done),
-                "total": steps_done,
-                "steps_per_second": program.steps_at(1) * program.num_lanes / seconds,
-                "totals": totals,
-                "evaluation": evaluation,
-                "failed": metrics.failed,
-            })
+            say(
+                {
+                    "event": "chunk",
+                    "step": program.steps_at(done),
+                    "total": steps_done,
+                    "steps_per_second": program.steps_at(1) * program.num_lanes / seconds,
+                    "totals": totals,
+                    "evaluation": evaluation,
+                    "failed": metrics.failed,
+                }
+            )
     finally:
         metrics.close()
         checkpoints.close()
@@ -381,10 +390,10 @@ class _Metrics:
 
 def _finalize(totals: dict[str, tuple[Any, Any]]) -> dict[str, Any]:
     """Sums and counts to means; None where there was nothing to count."""
-    row = {name: float(s) / float(n) if n else None for name, (s, n) in totals.items()}
+    row: dict[str, Any] = {name: float(s) / float(n) if n else None for name, (s, n) in totals.items()}
     if "episode/return_square" in row:
         mean, square = row["episode/return"], row.pop("episode/return_square")
-        row["episode/return_std"] = None if square is None else math.sqrt(max(square - mean * mean, 0.0))
+        row["episode/return_std"] = None if mean is None or square is None else math.sqrt(max(square - mean * mean, 0.0))
         row["episode/count"] = int(totals["episode/return"][1])
     return row
 

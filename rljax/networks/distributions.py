@@ -52,8 +52,7 @@ def _entropy(logits: Array) -> Array:
     return -jnp.sum(jnp.where(log_probs > -1e30, jnp.exp(log_probs) * log_probs, 0.0), -1)
 
 
-@struct.dataclass
-class Categorical:
+class Categorical(struct.PyTreeNode):
     """One choice out of ``A``; ``logits`` float32 ``[..., A]``, masked already (`mask_logits`). Samples int32 ``[...]``."""
 
     logits: Array
@@ -82,8 +81,7 @@ class Categorical:
         return sample
 
 
-@struct.dataclass
-class MultiCategorical:
+class MultiCategorical(struct.PyTreeNode):
     """Independent choices; ``logits`` ``[..., sum(nvec)]`` side by side, masked already. Samples int32 ``[..., len(nvec)]``."""
 
     logits: Array
@@ -115,8 +113,7 @@ class MultiCategorical:
         return sample
 
 
-@struct.dataclass
-class Gaussian:
+class Gaussian(struct.PyTreeNode):
     """Diagonal Gaussian; every field float32 ``[..., D]``; the environment gets the draw clipped to ``[low, high]``.
 
     The clipping belongs to the environment, so log-probabilities are those of the unclipped draw.
@@ -150,8 +147,7 @@ class Gaussian:
         return jnp.clip(sample, self.low, self.high)
 
 
-@struct.dataclass
-class TanhGaussian:
+class TanhGaussian(struct.PyTreeNode):
     """A diagonal Gaussian squashed by tanh and scaled to the finite box ``[low, high]``; samples are pre-tanh ``[..., D]``.
 
     ``log_prob`` is the density of the action in the environment's units. The log-determinant of tanh at ``u`` is

@@ -18,8 +18,7 @@ NETWORKS = ("mlp", "minatar_cnn", "gru")
 DISTRIBUTIONS = ("auto", "categorical", "gaussian", "tanh_gaussian")
 
 
-@struct.dataclass
-class PolicyOutput:
+class PolicyOutput(struct.PyTreeNode):
     """``distribution`` over actions and ``value`` float32, both with the leading axes of the time steps."""
 
     distribution: Any
@@ -122,7 +121,8 @@ def actor_critic(
         return module.init(key, start(None, timestep), timesteps.observation, timesteps.done)["params"]
 
     def apply(params: Any, carry: Any, timesteps: TimeStep) -> tuple[Any, PolicyOutput]:
-        carry, head, log_std, value = module.apply({"params": params}, carry, timesteps.observation, timesteps.done)
+        outputs: Any = module.apply({"params": params}, carry, timesteps.observation, timesteps.done)
+        carry, head, log_std, value = outputs
         return carry, PolicyOutput(make_distribution(head, log_std, timesteps.action_mask), value)
 
     def step(params: Any, carry: Any, timestep: TimeStep) -> tuple[Any, PolicyOutput]:

@@ -23,8 +23,9 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 
 
 def orthogonal(scale: float) -> Callable[..., Array]:
-    """Initialiser of ``[..., out]`` kernels as ``scale`` times a uniformly random (semi-)orthogonal matrix (Saxe 2014, arXiv 1312.6120).
+    """Initialiser of ``[..., out]`` kernels: ``scale`` times a uniformly random matrix with orthonormal columns or rows.
 
+    Source: Saxe et al. 2014, arXiv 1312.6120.
     The same matrix as from a QR factorisation with a positive diagonal, by Gram-Schmidt, each column projected twice. jax's own
     initialiser calls LAPACK, and batched calls from several CPU devices at once can wait for each other for ever.
     """
@@ -46,7 +47,7 @@ def orthogonal(scale: float) -> Callable[..., Array]:
 
 
 def dense(features: int, scale: float = math.sqrt(2.0)) -> nn.Dense:
-    """A dense layer with orthogonal weights times ``scale`` and zero bias, as PPO uses it (Andrychowicz 2021, arXiv 2006.05990)."""
+    """A dense layer with orthogonal weights times ``scale`` and zero bias, as PPO uses it (arXiv 2006.05990, section 3.2)."""
     return nn.Dense(features, kernel_init=orthogonal(scale), bias_init=nn.initializers.zeros_init())
 
 

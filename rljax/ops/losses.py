@@ -6,7 +6,7 @@ from jax import Array
 
 
 def clipped_surrogate(
-    log_prob: Array, old_log_prob: Array, advantages: Array, clip_low: chex.Numeric, clip_high: chex.Numeric
+    log_prob: Array, old_log_prob: Array, advantages: Array, clip_low: Array | float, clip_high: Array | float
 ) -> Array:
     """PPO's pessimistic surrogate (Schulman et al. 2017, arXiv 1707.06347, eq. 7), to be minimised.
 
@@ -25,8 +25,8 @@ def squared_error(values: Array, targets: Array) -> Array:
     return 0.5 * jnp.square(values - targets)
 
 
-def clipped_value_loss(values: Array, old_values: Array, targets: Array, clip: chex.Numeric) -> Array:
-    """``1/2 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2)``, ``[...]`` (Engstrom et al. 2020, arXiv 2005.12729, eq. 3)."""
+def clipped_value_loss(values: Array, old_values: Array, targets: Array, clip: Array | float) -> Array:
+    """``1/2 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2)``, ``[...]`` (Engstrom et al. 2020, arXiv 2005.12729)."""
     chex.assert_equal_shape([values, old_values, targets])
     clipped = old_values + jnp.clip(values - old_values, -clip, clip)
     return jnp.maximum(squared_error(values, targets), squared_error(clipped, targets))

@@ -10,8 +10,7 @@ from flax import struct
 from jax import Array
 
 
-@struct.dataclass
-class RunningStats:
+class RunningStats(struct.PyTreeNode):
     """Count, mean and sum of squared deviations of all the rows seen so far.
 
     Attributes:
@@ -73,7 +72,7 @@ def return_trace(start: Array, rewards: Array, done: Array, discount: Array | fl
     def forward(running, step):
         reward, ended = step
         running = discount * running + reward
-        return jnp.where(ended, 0.0, running), running
+        return jnp.where(ended, jnp.zeros_like(running), running), running
 
     return jax.lax.scan(forward, start, (rewards, done))
 

@@ -37,8 +37,8 @@ def gae(
     next_values: Array,
     terminated: Array,
     truncated: Array,
-    discount: chex.Numeric,
-    lambda_: chex.Numeric,
+    discount: Array | float,
+    lambda_: Array | float,
 ) -> tuple[Array, Array]:
     """Generalised advantage estimation (Schulman et al. 2016, arXiv 1506.02438, eq. 11-16).
 
@@ -72,8 +72,8 @@ def lambda_returns(
     next_values: Array,
     terminated: Array,
     truncated: Array,
-    discount: chex.Numeric,
-    lambda_: chex.Numeric,
+    discount: Array | float,
+    lambda_: Array | float,
 ) -> Array:
     """TD(lambda) returns (Sutton and Barto 2018, eq. 12.2), ``[T, ...]``.
 
@@ -87,15 +87,13 @@ def lambda_returns(
     return _scan_back(jnp.zeros_like(increments[0]), increments, discount * alive * mixing)
 
 
-def discounted_returns(
-    rewards: Array, next_values: Array, terminated: Array, truncated: Array, discount: chex.Numeric
-) -> Array:
+def discounted_returns(rewards: Array, next_values: Array, terminated: Array, truncated: Array, discount: Array | float) -> Array:
     """Discounted returns to the end of each episode, bootstrapped where it was cut (`lambda_returns` at 1), ``[T, ...]``."""
     return lambda_returns(rewards, next_values, terminated, truncated, discount, 1.0)
 
 
 def n_step_returns(
-    rewards: Array, next_values: Array, terminated: Array, truncated: Array, discount: chex.Numeric, n: int
+    rewards: Array, next_values: Array, terminated: Array, truncated: Array, discount: Array | float, n: int
 ) -> Array:
     """Returns over at most ``n`` rewards, then a bootstrap (Sutton and Barto 2018, eq. 7.1), ``[T, ...]``.
 
@@ -124,10 +122,10 @@ def vtrace(
     terminated: Array,
     truncated: Array,
     log_ratio: Array,
-    discount: chex.Numeric,
-    lambda_: chex.Numeric = 1.0,
-    clip_rho: chex.Numeric = 1.0,
-    clip_c: chex.Numeric = 1.0,
+    discount: Array | float,
+    lambda_: Array | float = 1.0,
+    clip_rho: Array | float = 1.0,
+    clip_c: Array | float = 1.0,
 ) -> tuple[Array, Array]:
     """V-trace targets and policy-gradient advantages (Espeholt et al. 2018, arXiv 1802.01561, eq. 1 and section 4.2).
 

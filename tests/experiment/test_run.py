@@ -142,7 +142,8 @@ def test_train_without_files_is_one_program(tmp_path, finished):
 
 
 def test_swept_lanes_differ_and_the_first_value_matches_an_unswept_run(tmp_path):
-    swept = run(tiny(tmp_path, **{"seeds": [0, 1], "sweep.algo.learning_rate": [3e-4, 0.0], "sweep.env_params.gravity": [9.8, 30.0]}))
+    axes = {"sweep.algo.learning_rate": [3e-4, 0.0], "sweep.env_params.gravity": [9.8, 30.0]}
+    swept = run(tiny(tmp_path, seeds=[0, 1], **axes))
     assert len(swept.lanes) == 8
     assert len(swept.summary["settings"]) == 4
     plain = run(tiny(tmp_path, seeds=[0, 1]))

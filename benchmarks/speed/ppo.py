@@ -1,0 +1,250 @@
+"""Speed of PPO against peers: environment steps a second in training, at equal settings, on one machine.
+
+    python benchmarks/speed/ppo.py                                     # rljax and brax's trainer alone
+    python benchmarks/speed/ppo.py --rejax-python VENV/bin/python \\
+        --sb3-python VENV/bin/python --purejaxrl-python VENV/bin/python --purejaxrl CHECKOUT
+    python benchmarks/speed/ppo.py --case small-1seed --rounds 3
+
+Each peer runs in an environment of its own, since they need other versions of the same packages:
+
+    python -m venv VENV && VENV/bin/pip install -r benchmarks/speed/requirements-rejax.txt
+
+and so with `requirements-sb3.txt` and `requirements-purejaxrl.txt`. purejaxrl is no package: clone its repository and
+give the folder. brax's trainer runs in rljax's own environment. A peer that is not given is left out.
+
+Every contender is a process that compiles and warms up first, and then trains once a round; the contenders take turns,
+in an order that is reversed every other round, and only one runs at a time. The ratio is taken within each round, so
+that a machine whose speed drifts favours nobody. Evaluation and logging are outside the timed part.
+
+What could not be made equal is said in the docstrings of `worker.py`.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import json
+import os
+import platform
+import queue
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+from worker import Settings
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Contenders, the first of which the others are compared with, and what they train; `updates` where one differs."""
+
+    contenders: tuple[str, ...]
+    settings: Settings
+    updates: dict[str, int] = dataclasses.field(default_factory=dict)
+
+
+SMALL = Settings()
+CASES = {
+    "small-1seed": Case(("rljax", "rejax", "purejaxrl"), SMALL),
+    "small-8seeds": Case(("rljax", "rejax", "purejaxrl"), dataclasses.replace(SMALL, seeds=8)),
+    "large": Case(("rljax", "rejax", "purejaxrl"), dataclasses.replace(SMALL, num_envs=2048, num_steps=16, updates=64)),
+    "sb3": Case(("rljax", "sb3"), SMALL, {"sb3": 40}),
+    "brax": Case(
+        ("rljax", "brax"),
+        dataclasses.replace(
+            SMALL,
+            env="inverted_pendulum",
+            physics="spring",
+            num_envs=256,
+            num_steps=16,
+            hidden=(256, 256),
+            updates=125,
+            continued=True,
+            warmups=2,
+        ),
+    ),
+}
+
+
+class WorkerError(RuntimeError):
+    """A contender ended or fell silent."""
+
+
+class Worker:
+    """A contender's process."""
+
+    def __init__(self, name: str, python: str, settings: Settings, timeout: float):
+        self.name, self._timeout = name, timeout
+        environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # several processes may share a GPU
+        if name == "rljax":
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (lives as long as the process)
+        self._process = subprocess.Popen(
+            [python, str(HERE / "worker.py"), name, json.dumps(dataclasses.asdict(settings))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env=environment,
+        )
+        self._lines: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def receive(self) -> dict[str, Any]:
+        """The next message.
+
+        Raises:
+          WorkerError: with the end of what the process wrote to standard error.
+        """
+        try:
+            line = self._lines.get(timeout=self._timeout)
+        except queue.Empty:
+            self.close()
+            raise WorkerError(f"{self.name} was silent for {self._timeout:.0f} s") from None
+        if not line:
+            self._log.seek(0)
+            raise WorkerError(f"{self.name} ended:\n{self._log.read()[-2000:]}")
+        return json.loads(line)
+
+    def run(self, seed: int) -> dict[str, Any]:
+        """One timed run."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(f"go {seed}\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass  # `receive` says why
+        return self.receive()
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._lines.put(line)
+        self._lines.put("")
+
+
+def measure(case: Case, pythons: dict[str, str], options: argparse.Namespace) -> dict[str, Any]:
+    """Runs a case; a contender that fails is dropped, with a line on standard error."""
+    contenders: dict[str, dict[str, Any]] = {}
+    workers: dict[str, Worker] = {}
+
+    def drop(name: str, error: WorkerError) -> None:
+        print(f"dropped: {error}", file=sys.stderr)
+        workers.pop(name).close()
+        contenders.pop(name, None)
+
+    try:
+        for name in (name for name in case.contenders if name in pythons):
+            settings = dataclasses.replace(
+                case.settings,
+                updates=max(10, round(case.updates.get(name, case.settings.updates) * options.scale)),
+                rounds=options.rounds,
+                devices=options.devices,
+                purejaxrl=options.purejaxrl,
+            )
+            workers[name] = Worker(name, pythons[name], settings, options.timeout)
+            try:
+                contenders[name] = {**workers[name].receive(), "rounds": []}
+                print(f"  {name} is ready", file=sys.stderr)
+            except WorkerError as error:
+                drop(name, error)
+        for number in range(options.rounds):
+            for name in list(workers)[:: -1 if number % 2 else 1]:
+                try:
+                    contenders[name]["rounds"].append(workers[name].run(100 + number))
+                except WorkerError as error:
+                    drop(name, error)
+    finally:
+        for worker in workers.values():
+            worker.close()
+    shown = {**dataclasses.asdict(case.settings), "rounds": options.rounds, "scale": options.scale}
+    for private in ("purejaxrl", "devices"):
+        del shown[private]
+    return {"settings": shown, "host_devices_of_rljax": options.devices, "contenders": contenders}
+
+
+def summarize(contenders: dict[str, dict[str, Any]]) -> None:
+    """Adds each contender's summary; `ratio` is how many times faster the first contender was."""
+    rates = {name: [r["steps"] / r["seconds"] for r in c["rounds"]] for name, c in contenders.items()}
+    base = rates.get("rljax")
+    for name, contender in contenders.items():
+        rounds = contender["rounds"]
+        contender["summary"] = {
+            "steps_per_second": statistics.median(rates[name]),
+            "min": min(rates[name]),
+            "max": max(rates[name]),
+            "cores_used": statistics.median(r["cpu_seconds"] / r["seconds"] for r in rounds),
+            "mean_return": statistics.mean(r["mean_return"] for r in rounds),
+            "ratio": statistics.median(b / r for b, r in zip(base, rates[name], strict=True)) if base else None,
+        }
+
+
+def table(case: str, contenders: dict[str, dict[str, Any]]) -> str:
+    head = ["contender", "steps/s", "min..max", "rljax/it", "compile s", "cores", "return", "steps", "parameters"]
+    rows = [head]
+    for name, contender in contenders.items():
+        s = contender["summary"]
+        rows.append(
+            [
+                name,
+                f"{s['steps_per_second']:,.0f}",
+                f"{s['min']:,.0f}..{s['max']:,.0f}",
+                "-" if s["ratio"] is None or name == "rljax" else f"{s['ratio']:.2f}",
+                f"{contender['compile_seconds']:.1f}",
+                f"{s['cores_used']:.2f}",
+                f"{s['mean_return']:.0f}",
+                f"{contender['rounds'][0]['steps']:,}",
+                f"{contender['parameters']:,}",
+            ]
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return "\n".join([f"\n{case}", *lines])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", nargs="+", choices=CASES, default=list(CASES), help="default: all")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rejax-python", metavar="PYTHON", help="interpreter that has rejax")
+    parser.add_argument("--sb3-python", metavar="PYTHON", help="interpreter that has stable-baselines3")
+    parser.add_argument("--purejaxrl-python", metavar="PYTHON", help="interpreter that has what purejaxrl needs")
+    parser.add_argument("--purejaxrl", metavar="PATH", default="", help="checkout of purejaxrl")
+    parser.add_argument("--devices", type=int, default=2, help="host devices of rljax with several seeds (default 2)")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor on the length of a round, to try things out")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds to wait for a contender's next message")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "speed_ppo.json")
+    options = parser.parse_args()
+
+    pythons = {"rljax": sys.executable, "brax": sys.executable}
+    pythons |= {"rejax": options.rejax_python, "sb3": options.sb3_python}
+    if options.purejaxrl:
+        options.purejaxrl = str(Path(options.purejaxrl).resolve())
+        pythons["purejaxrl"] = options.purejaxrl_python or sys.executable
+    pythons = {name: python for name, python in pythons.items() if python}
+
+    report = json.loads(options.out.read_text()) if options.out.exists() else {}
+    for name in options.case:
+        print(name, file=sys.stderr)
+        result = measure(CASES[name], pythons, options)
+        summarize(result["contenders"])
+        print(table(name, result["contenders"]), flush=True)
+        machine = {"cpus": os.cpu_count(), "system": platform.platform(), "python": platform.python_version()}
+        date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        report[name] = {"date": date, "machine": machine, **result}
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,219 @@
+"""Every page of the documentation runs: its files, its Python and its commands, in order, each page in a directory of its own.
+
+A block with ``title="file"`` is written to that file, ``python`` blocks run in one namespace a page, and ``bash`` blocks hold
+commands of rljax. ``<!-- test: skip -->`` on the line before a block leaves it out; plain fences and ``text`` are never run.
+
+Configs that are loaded get a tiny budget. Of the commands that train, the first of a page does so, and the others are built:
+every key is validated and every program is traced as far as its shapes. In commands, the run directory of an example stands for
+that of the page's last run.
+"""
+
+import contextlib
+import dataclasses
+import io
+import json
+import re
+import runpy
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from rljax import agents, cli, experiment
+from rljax.agents import ppo
+from rljax.envs import gymnax, make_env, registry
+from rljax.experiment.lanes import build
+
+ROOT = Path(__file__).parent.parent
+PAGES = ["README.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))]
+TINY = {"total_steps": 2000, "evals": 1, "eval_episodes": 2, "seeds": [0, 1]}
+TINY_FLAGS = ["--total-steps", "2000", "--evals", "1", "--eval-episodes", "2", "--seeds", "0", "1"]
+FENCE = re.compile(
+    r"^(?:<!-- test: (?P<marker>\w+) -->\n\n?)?```(?P<language>\w+)(?: title=\"(?P<title>[^\"]+)\")?\n(?P<body>.*?)^```$",
+    re.M | re.S,
+)
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+EXAMPLE_RUN = re.compile(r"\bruns/\w+/[0-9a-f]{12}\b")
+TABLE_ROW = re.compile(r"^\| `([^`]+)` \| (?:`([^`]*)`)?[^|]*\| (.*?) \|", re.M)
+
+
+@pytest.fixture(autouse=True)
+def fast_compilation():
+    """Programs here run for a moment, and most of the time is compilation, which may as well be poor."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@dataclasses.dataclass
+class Block:
+    language: str
+    title: str | None
+    body: str
+    line: int
+
+
+def blocks(page: str) -> list[Block]:
+    text = (ROOT / page).read_text()
+    return [
+        Block(match["language"], match["title"], match["body"], text[: match.start("body")].count("\n"))
+        for match in FENCE.finditer(text)
+        if match["marker"] != "skip"
+    ]
+
+
+class Page:
+    """Runs the blocks of one page one after the other, as a reader would."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.monkeypatch = monkeypatch
+        self.last_run: Path | None = None
+        self.has_trained = False
+        self.namespace: dict = {"__name__": "page"}
+        load, run = experiment.load, experiment.run
+
+        def tiny_load(path=None, overrides=None):
+            return load(path, {**(overrides or {}), **TINY})
+
+        def noted_run(*args, **kwargs):
+            result = run(*args, **kwargs)
+            self.last_run = result.path
+            return result
+
+        # `load` is looked up in the package both by the command line and by a reader's import.
+        monkeypatch.setattr(experiment, "load", tiny_load)
+        monkeypatch.setattr(experiment, "run", noted_run)
+
+    def block(self, block: Block, page: str) -> None:
+        if block.title:
+            path = Path(block.title)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(block.body)
+        elif block.language == "python":
+            code = "\n" * block.line + block.body
+            exec(compile(code, str(ROOT / page), "exec"), self.namespace)
+        elif block.language == "bash":
+            for command in block.body.splitlines():
+                self.command(command)
+
+    def command(self, command: str) -> None:
+        if EXAMPLE_RUN.search(command):
+            assert self.last_run is not None, f"{command}: no run before it on this page"
+            command = EXAMPLE_RUN.sub(str(self.last_run), command)
+        words = shlex.split(command)
+        assert words[0] == "rljax", f"a bash block holds commands of rljax; others go in a plain fence: {command}"
+        trains = words[1] in ("run", "plan") and "--help" not in words
+        if trains and (words[1] == "plan" or self.has_trained):
+            overrides = experiment.parse_overrides(words[3:])
+            for program in experiment.load(words[2], overrides).programs():
+                build(program)
+            return
+        self.has_trained |= trains
+        self.monkeypatch.setattr(sys, "argv", words)
+        assert cli.main(words[1:]) == 0, command
+
+
+def runs(page: str) -> bool:
+    return any(block.title or block.language in ("python", "bash") for block in blocks(page))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if runs(page)])
+def test_page_runs(page, tmp_path, monkeypatch):
+    shutil.copytree(ROOT / "experiments", tmp_path / "experiments")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    known, registered = dict(agents.AGENTS), dict(registry._registered)
+    modules = set(sys.modules)
+    try:
+        reader = Page(monkeypatch)
+        for block in blocks(page):
+            output = io.StringIO()
+            with contextlib.redirect_stdout(output):
+                reader.block(block, page)
+    finally:
+        for table, before in ((agents.AGENTS, known), (registry._registered, registered)):
+            table.clear()
+            table.update(before)
+        for name in set(sys.modules) - modules:
+            if str(getattr(sys.modules[name], "__file__", None) or "").startswith(str(tmp_path)):
+                del sys.modules[name]
+
+
+def test_script_of_the_python_api(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["experiments/run.py", *TINY_FLAGS])
+    runpy.run_path(str(ROOT / "experiments" / "run.py"), run_name="__main__")
+    assert "one episode of seed" in capsys.readouterr().out
+    assert len(list(tmp_path.glob("runs/ppo_cartpole/*/report.html"))) == 1
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    for target in LINK.findall((ROOT / page).read_text()):
+        if not target.startswith(("http", "#")):
+            path, _, anchor = target.partition("#")
+            file = (ROOT / page).parent / path
+            assert file.exists(), f"{page}: {target}"
+            if anchor:
+                headings = re.findall(r"^#+ (.*)$", file.read_text(), re.M)
+                slugs = [re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings]
+                assert anchor in slugs, f"{page}: {target}"
+
+
+def table(page: str) -> dict[str, tuple[str, str]]:
+    """{name: (default, third cell)} of every row of a page's tables that starts with a name in backticks."""
+    return {name: (default, rest) for name, default, rest in TABLE_ROW.findall((ROOT / page).read_text())}
+
+
+def written(default) -> str:
+    """A default as a config writes it."""
+    if isinstance(default, bool) or default is None:
+        return str(default).lower()
+    return str(list(default)) if isinstance(default, tuple) else str(default)
+
+
+@pytest.mark.parametrize("name", agents.AGENTS)
+def test_page_of_an_algorithm_has_every_option_with_its_default(name):
+    rows = table(f"docs/algorithms/{name}.md")
+    for field in dataclasses.fields(agents.agent_module(name).Config):
+        assert field.name in rows, f"{field.name} is not on the page of {name}"
+        default, kind = rows[field.name]
+        assert default == written(field.default), field.name
+        assert kind == ("traced" if field.metadata["traced"] else "static"), field.name
+
+
+def test_page_of_configs_has_every_key_with_its_default():
+    rows = table("docs/config.md")
+    for field in dataclasses.fields(experiment.Experiment):
+        if field.name in ("algo", "env_params", "sweep"):
+            assert f"[{field.name}]" in (ROOT / "docs/config.md").read_text()
+            continue
+        assert field.name in rows, field.name
+        if field.name not in ("env", "total_steps", "name"):  # no default, or one that is said in words
+            assert rows[field.name][0] == written(field.default), field.name
+
+
+def test_pages_name_every_metric_and_file(tmp_path):
+    tiny = {**TINY, "out": str(tmp_path)}
+    path = experiment.run(experiment.load(ROOT / "experiments/ppo_cartpole.toml", tiny)).path
+    rows = [json.loads(line) for line in (path / "metrics.jsonl").open()]
+    config = ppo.Config(target_kl=1.0)
+    agent = agents.make_agent(config, make_env("CartPole-v1"))
+    _, optional = jax.eval_shape(agent.step, jax.eval_shape(agent.init, jax.random.key(0)))
+    pages = "".join((ROOT / "docs" / page).read_text() for page in ("runs.md", "algorithms/ppo.md"))
+    for metric in {key for row in [*rows, optional] for key in row} - {"episode/return_square"}:
+        assert f"`{metric}`" in pages, f"{metric} is on neither page"
+    for file in path.iterdir():
+        assert file.name in pages, f"{file.name} is not described"
+
+
+def test_pages_name_every_environment_suite_and_command():
+    text = (ROOT / "docs/environments.md").read_text()
+    for name in gymnax.EXCLUDED:
+        assert name in text
+    everything = "".join((ROOT / page).read_text() for page in PAGES)
+    for command in cli.COMMANDS:
+        assert f"rljax {command}" in everything, command
