@@ -142,6 +142,13 @@ def test_page_runs(page, tmp_path, monkeypatch):
                 del sys.modules[name]
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_output_that_is_shown_is_of_the_config_as_it_is(page):
+    """The summary on the page names the hash of its config; where this fails, run the config again and paste what it prints."""
+    config = experiment.load(ROOT / "experiments/ppo_cartpole.toml")
+    assert f"rljax reproduce {config.path}\n" in (ROOT / page).read_text()
+
+
 def test_script_of_the_python_api(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["experiments/run.py", *TINY_FLAGS])

@@ -133,7 +133,7 @@ def _train(experiment: Experiment, path: Path, info: dict[str, Any], say: Listen
     say({"event": "start", "path": path, "experiment": experiment, "program": program, "resumed_at": program.steps_at(done)})
     if steps_done != steps_asked:
         text = f"total_steps {steps_asked:,} is rounded up to {steps_done:,}: {program.env_steps:,} a update, "
-        say({"event": "note", "text": text + f"{program.updates_per_chunk} updates a chunk"})
+        say({"event": "note", "text": text + f"updates in chunks of {program.updates_per_chunk}"})
 
     train_seconds, saved_at = earlier.get("train_seconds", 0.0), clock()
 

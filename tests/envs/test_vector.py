@@ -155,16 +155,28 @@ def test_group_members_share_the_start_and_go_their_own_ways(reset_pool):
 
 
 @pytest.mark.parametrize("env", [FRESH, group(Episodes(), 3, 2, 5)], ids=["fresh", "group and pool"])
-def test_a_step_is_a_drawn_step(env):
+def test_drawn_steps_counted_afterwards_are_plain_steps(env):
+    """Step by step, or all randomness drawn at once and the episodes counted after the loop."""
+
     def compare(key):
-        state, _ = env.reset(key)
+        start, _ = env.reset(key)
         action = jnp.zeros(N, jnp.int32)
-        drawn = jax.tree.map(lambda x: x[0], env.draw(key, 1))
-        return env.step(key, state, action), env.step_drawn(drawn, state, action)
+        draws = env.draw(key, T)
+        bare_state, bare = jax.lax.scan(lambda state, draw: env.step_drawn(draw, state, action), start, draws)
+        counted = env.count_episodes(bare_state, bare)
+
+        def plain_step(state, draw):
+            state, timestep = env.step_drawn(draw, state, action)
+            state, timesteps = env.count_episodes(state, jax.tree.map(lambda x: x[None], timestep))
+            return state, jax.tree.map(lambda x: x[0], timesteps)
+
+        one_step = env.step(key, start, action)
+        drawn_step = plain_step(start, jax.tree.map(lambda x: x[0], env.draw(key, 1)))
+        return (counted, one_step), (jax.lax.scan(plain_step, start, draws), drawn_step)
 
     a, b = jit(compare)(jax.random.key(1))
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        np.testing.assert_array_equal(x, y)
+        np.testing.assert_allclose(x, y, rtol=1e-6)
 
 
 def test_drawn_steps_use_a_key_and_a_start_once():
