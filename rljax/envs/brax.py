@@ -85,7 +85,10 @@ def make(name: str, episode_length: Any = EPISODE_LENGTH, **kwargs: Any) -> Time
     kwargs = {k: v for k, v in kwargs.items() if v is not None}
     # Built in a traced function too (a swept parameter): the model itself must still be made of concrete arrays.
     with _quiet(), jax.ensure_compile_time_eval():
-        env = _brax()._envs[name](**kwargs)
+        try:
+            env = _brax()._envs[name](**kwargs)
+        except ValueError as error:  # swimmer knows one backend only
+            raise ValueError(f"env_params.backend of brax/{name}: {error}") from error
     return TimeLimit(BraxEnvironment(env), episode_length)
 
 

@@ -1,11 +1,14 @@
 """Names to environments: gymnax's own names, ``brax/<name>``, ``module:attribute``, and whatever users register."""
 
 import difflib
+import hashlib
 import importlib
+import importlib.util
 import inspect
 import os
 import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 from rljax.envs.base import Environment, check
@@ -96,17 +99,13 @@ def _factory(name: str) -> Callable[..., Environment] | None:
     if name in _registered or ":" not in name:
         return _registered.get(name)
     module_name, attribute = name.split(":", 1)
-    if module_name.endswith(".py"):
-        path = os.path.abspath(module_name)
-        if not os.path.exists(path):
-            raise ValueError(f"env {name!r}: no file {module_name}")
-        module_name = os.path.splitext(os.path.basename(path))[0]
-        search = os.path.dirname(path)
-    else:
-        search = os.getcwd()
+    path = os.path.abspath(module_name) if module_name.endswith(".py") else None
+    if path and not os.path.exists(path):
+        raise ValueError(f"env {name!r}: no file {module_name}")
+    search = os.path.dirname(path) if path else os.getcwd()
     sys.path.insert(0, search)
     try:
-        module = importlib.import_module(module_name)
+        module = _load(path) if path else importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise ValueError(f"env {name!r}: {error}") from error
     finally:
@@ -114,3 +113,18 @@ def _factory(name: str) -> Callable[..., Environment] | None:
     if not hasattr(module, attribute):
         raise ValueError(f"env {name!r}: {module_name} has no {attribute!r}{did_you_mean(attribute, dir(module))}")
     return getattr(module, attribute)
+
+
+def _load(path: str) -> ModuleType:
+    """Runs a file once, under a name of its own: two folders may hold files of the same name."""
+    unique = f"rljax_file_{hashlib.sha256(path.encode()).hexdigest()[:16]}"
+    if unique not in sys.modules:
+        spec = importlib.util.spec_from_file_location(unique, path)
+        assert spec is not None and spec.loader is not None  # a path that ends in .py always has them
+        sys.modules[unique] = module = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[unique]
+            raise
+    return sys.modules[unique]

@@ -17,9 +17,7 @@ def prepare() -> None:
     if not settings.jax_compilation_cache_dir:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rljax" / "xla"
         settings.update("jax_compilation_cache_dir", str(cache))
-    chosen = settings.jax_num_cpu_devices > 0 or "xla_force_host_platform_device_count" in os.environ.get(
-        "XLA_FLAGS", ""
-    )
+    chosen = settings.jax_num_cpu_devices > 0 or "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     if not chosen:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         with contextlib.suppress(RuntimeError):

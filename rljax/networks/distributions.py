@@ -187,4 +187,4 @@ class TanhGaussian(struct.PyTreeNode):
         return self._base().entropy() + jnp.sum(weights * log_det, (0, -1))
 
     def to_action(self, sample: Array) -> Array:
-        return self.low + 0.5 * (self.high - self.low) * (jnp.tanh(sample) + 1.0)
+        return jnp.clip(self.low + 0.5 * (self.high - self.low) * (jnp.tanh(sample) + 1.0), self.low, self.high)

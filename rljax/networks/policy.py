@@ -6,8 +6,10 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import Array
+from jax.core import Tracer
 
 from rljax.envs.base import TimeStep
 from rljax.envs.spaces import Box, Discrete, MultiDiscrete, Space
@@ -151,7 +153,9 @@ def _check_observations(space: Space, network: str) -> None:
 
 def _head(space: Space, distribution: str) -> tuple[int, Callable[[Array, Any, Array | None], Distribution]]:
     """Number of network outputs, and the function ``(outputs, log_std, action_mask) -> Distribution``."""
-    wanted = {Discrete: "categorical", MultiDiscrete: "categorical", Box: "gaussian"}[type(space)]
+    if not isinstance(space, Space):
+        raise ValueError(f"algo.distribution {distribution!r} has no form for actions of type {type(space).__name__}")
+    wanted = "gaussian" if isinstance(space, Box) else "categorical"
     kind = wanted if distribution == "auto" else distribution
     if kind not in DISTRIBUTIONS:
         raise ValueError(f"algo.distribution must be one of {', '.join(DISTRIBUTIONS)}, got {distribution!r}")
@@ -165,6 +169,9 @@ def _head(space: Space, distribution: str) -> tuple[int, Callable[[Array, Any, A
         return sum(space.nvec), lambda head, log_std, mask: MultiCategorical(mask_logits(head, mask), space.nvec)
     if len(space.shape) != 1:
         raise ValueError(f"Box actions must have one axis, the environment has shape {list(space.shape)}")
+    bounds = [x for x in (space.low, space.high) if not isinstance(x, Tracer)]
+    if kind == "tanh_gaussian" and not all(np.all(np.isfinite(x)) for x in bounds):
+        raise ValueError('algo.distribution "tanh_gaussian" needs actions with finite bounds; use "gaussian"')
     build = TanhGaussian if kind == "tanh_gaussian" else Gaussian
     return space.size, lambda head, log_std, mask: build(
         head, *(jnp.broadcast_to(jnp.asarray(x, jnp.float32), head.shape) for x in (log_std, space.low, space.high))

@@ -14,7 +14,7 @@ def clipped_surrogate(
     ``clip_low`` is DAPO's clip-higher (arXiv 2503.14476). All arrays ``[...]``, and so is the result.
     """
     chex.assert_equal_shape([log_prob, old_log_prob, advantages])
-    ratio = jnp.exp(log_prob - old_log_prob)
+    ratio = jnp.exp(jnp.minimum(log_prob - old_log_prob, 80.0))  # inf would make the clipped side's zero gradient NaN
     clipped = jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high)
     return -jnp.minimum(ratio * advantages, clipped * advantages)
 

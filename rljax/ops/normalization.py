@@ -82,15 +82,18 @@ def whiten(values: Array, mask: Array | None = None, eps: float = 1e-8) -> Array
 
     With a bool ``mask`` the masked-out elements count for nothing and come back as 0. One element, or equal elements, give 0.
     """
+    # Against one of the elements, so that equal ones are exactly 0 and no rounding of a mean is scaled up.
     if mask is None:
-        mask = jnp.ones(values.shape, bool)
+        mask, reference = jnp.ones(values.shape, bool), values.reshape(-1)[0]
+    else:
+        reference = jnp.max(values, where=mask, initial=jnp.finfo(values.dtype).min)
     count = jnp.maximum(mask.sum(), 1)
-    mean = jnp.where(mask, values, 0.0).sum() / count
-    centred = jnp.where(mask, values - mean, 0.0)
+    shifted = jnp.where(mask, values - reference, 0.0)
+    centred = jnp.where(mask, shifted - shifted.sum() / count, 0.0)
     return centred / (jnp.sqrt(jnp.square(centred).sum() / count) + eps)
 
 
 def explained_variance(values: Array, targets: Array) -> Array:
     """``1 - Var(targets - values) / Var(targets)``, scalar; 0 where the targets do not vary."""
-    variance = targets.var()
+    variance = jnp.where(targets.max() > targets.min(), targets.var(), 0.0)
     return jnp.where(variance > 0, 1.0 - (targets - values).var() / jnp.where(variance > 0, variance, 1.0), 0.0)

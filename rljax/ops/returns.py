@@ -20,12 +20,16 @@ def _flags(terminated: Array, truncated: Array) -> tuple[Array, Array]:
     return alive, alive * (1.0 - truncated.astype(jnp.float32))
 
 
+def _where(flag: Array, x: Array) -> Array:
+    return jnp.where(flag > 0, x, 0.0)
+
+
 def _scan_back(first: Array, increments: Array, factors: Array) -> Array:
     """Solves ``x[t] = increments[t] + factors[t] * x[t + 1]`` backwards from ``x[T] = first``; ``[T, ...]``."""
 
     def backward(following, step):
         increment, factor = step
-        value = increment + factor * following
+        value = increment + jnp.where(factor == 0, 0.0, factor * following)  # nothing leaks past a factor of 0, NaN included
         return value, value
 
     return jax.lax.scan(backward, first, (increments, factors), reverse=True)[1]
@@ -62,7 +66,7 @@ def gae(
     """
     chex.assert_equal_shape([rewards, values, next_values, terminated, truncated])
     alive, same = _flags(terminated, truncated)
-    delta = rewards + discount * alive * next_values - values
+    delta = rewards + _where(alive, discount * next_values) - values
     advantages = _scan_back(jnp.zeros_like(delta[0]), delta, discount * lambda_ * same)
     return advantages, advantages + values
 
@@ -83,7 +87,7 @@ def lambda_returns(
     chex.assert_equal_shape([rewards, next_values, terminated, truncated])
     alive, same = _flags(terminated, truncated)
     mixing = lambda_ * same.at[-1].set(0.0)
-    increments = rewards + discount * alive * (1.0 - mixing) * next_values
+    increments = rewards + _where(alive, discount * (1.0 - mixing) * next_values)
     return _scan_back(jnp.zeros_like(increments[0]), increments, discount * alive * mixing)
 
 
@@ -106,7 +110,7 @@ def n_step_returns(
     if n < 1:
         raise ValueError(f"n must be at least 1, got {n}")
     alive, same = _flags(terminated, truncated)
-    one_step = rewards + discount * alive * next_values
+    one_step = rewards + _where(alive, discount * next_values)
     extend = same.at[-1].set(0.0)
     result = one_step
     for _ in range(min(n, rewards.shape[0]) - 1):
@@ -143,8 +147,8 @@ def vtrace(
     alive, same = _flags(terminated, truncated)
     rho = jnp.exp(jnp.minimum(log_ratio, jnp.log(clip_rho)))
     trace = lambda_ * jnp.exp(jnp.minimum(log_ratio, jnp.log(clip_c)))
-    delta = rho * (rewards + discount * alive * next_values - values)
+    delta = rho * (rewards + _where(alive, discount * next_values) - values)
     corrections = _scan_back(jnp.zeros_like(delta[0]), delta, discount * same * trace)
     targets = values + corrections
     following = jnp.where(same.at[-1].set(0.0) > 0, jnp.concatenate([targets[1:], targets[-1:]]), next_values)
-    return rho * (rewards + discount * alive * following - values), targets
+    return rho * (rewards + _where(alive, discount * following) - values), targets
