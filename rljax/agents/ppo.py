@@ -139,23 +139,26 @@ def make(config: Config, env: Environment) -> Agent:
             return 1.0
         return jnp.maximum(1.0 - updates * env_steps / config.anneal_steps, 0.0)
 
-    def loss(params: Any, carry: Any, batch: Batch, clip_factor: Array | float) -> tuple[Array, Any]:
+    def kl_to_old(log_ratio: Array) -> Array:
+        """Samples are the old policy's, so this estimates KL(old || new)."""
+        return kl.kl_estimate(-log_ratio, jnp.zeros_like(log_ratio), "k3")
+
+    def loss(params: Any, carry: Any, batch: Batch, clip_factor: Array | float) -> tuple[Array, dict[str, Array]]:
         output = policy.unroll(params, carry, batch.timesteps)
         log_prob = output.distribution.log_prob(batch.samples)
         advantages = batch.advantages
         if config.whiten_advantages == "minibatch":
             advantages = normalization.whiten(advantages)
         clip = config.clip * clip_factor
-        policy_loss = losses.clipped_surrogate(log_prob, batch.log_prob, advantages, clip, clip).mean()
+        policy_loss = losses.clipped_surrogate(log_prob, batch.log_prob, advantages, clip, clip)
         if config.clip_value is None:
-            value_loss = losses.squared_error(output.value, batch.targets).mean()
+            value_loss = losses.squared_error(output.value, batch.targets)
         else:
-            width = config.clip_value * clip_factor
-            value_loss = losses.clipped_value_loss(output.value, batch.values, batch.targets, width).mean()
-        entropy = output.distribution.entropy().mean()
-        total = policy_loss + config.value_coef * value_loss - config.entropy_coef * entropy
-        metrics = {"loss/policy": policy_loss, "loss/value": value_loss, "entropy": entropy}
-        return total, (metrics, log_prob - batch.log_prob)
+            value_loss = losses.clipped_value_loss(output.value, batch.values, batch.targets, config.clip_value * clip_factor)
+        entropy = output.distribution.entropy()
+        total = policy_loss.mean() + config.value_coef * value_loss.mean() - config.entropy_coef * entropy.mean()
+        log_ratio = log_prob - batch.log_prob
+        return total, {"loss/policy": policy_loss, "loss/value": value_loss, "entropy": entropy, "log_ratio": log_ratio}
 
     def step(state: TrainState, data: None = None) -> tuple[TrainState, dict[str, Any]]:
         key, rollout_key, shuffle_key = jax.random.split(state.key, 3)
@@ -201,24 +204,26 @@ def make(config: Config, env: Environment) -> Agent:
             params, opt_state, stopped = learner
             minibatch = jax.tree.map(lambda x: x[:, columns], batch)
             carry = jax.tree.map(lambda x: x[columns], first_carry)
-            gradient, (metrics, log_ratio) = gradient_of(params, carry, minibatch, clip_factor)
+            gradient, metrics = gradient_of(params, carry, minibatch, clip_factor)
             metrics["grad_norm"] = optax.tree.norm(gradient)
             direction, new_opt_state = optimizer.update(gradient, opt_state)
             learner = (params - learning_rate * jnp.asarray(direction), new_opt_state, stopped)
             if config.target_kl is not None:
-                stopped = stopped | (kl.kl_estimate(jnp.zeros_like(log_ratio), log_ratio, "k3").mean() > config.target_kl)
+                stopped = stopped | (kl_to_old(metrics["log_ratio"]).mean() > config.target_kl)
                 learner = jax.tree.map(lambda old, new: jnp.where(stopped, old, new), (params, opt_state, stopped), learner)
                 learner = (*learner[:2], stopped)
                 metrics["skipped"] = stopped
-            return learner, (metrics, log_ratio)
+            return learner, metrics
 
         order = shuffled_minibatches(shuffle_key, sequences, config.num_epochs, config.num_minibatches)
         learner = (params, state.opt_state, jnp.zeros((), bool))
-        (params, opt_state, _), (metrics, log_ratio) = jax.lax.scan(minibatch_step, learner, order)
+        (params, opt_state, _), per_minibatch = jax.lax.scan(minibatch_step, learner, order)
 
-        metrics = jax.tree.map(jnp.mean, metrics)
+        # Metrics, averaged once and not within the loop.
+        log_ratio = per_minibatch.pop("log_ratio")
         ratio_error = jnp.abs(jnp.exp(log_ratio) - 1.0)
-        metrics["kl"] = kl.kl_estimate(jnp.zeros_like(log_ratio), log_ratio, "k3").mean()
+        metrics: dict[str, Any] = jax.tree.map(jnp.mean, per_minibatch)
+        metrics["kl"] = kl_to_old(log_ratio).mean()
         metrics["clip_fraction"] = (ratio_error > config.clip * clip_factor).mean()
         metrics["ratio_error"] = ratio_error[0].max()  # of the first minibatch: 0 up to rounding
         metrics["explained_variance"] = normalization.explained_variance(values, targets)
