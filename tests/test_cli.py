@@ -31,7 +31,7 @@ def test_run_prints_plain_lines_and_a_summary(capsys, tmp_path):
     assert status == 0
     assert "2 lanes on 2 devices" in out
     assert "IQM" in out
-    assert "spread not established" in out
+    assert "not established: 2 seeds" in out
     assert "random" in out
     assert out.strip().endswith("report.html")
     assert "\x1b" not in out

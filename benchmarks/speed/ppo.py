@@ -51,9 +51,11 @@ class Case:
 
 SMALL = Settings()
 CASES = {
-    "small-1seed": Case(("rljax", "rejax", "purejaxrl"), SMALL),
-    "small-8seeds": Case(("rljax", "rejax", "purejaxrl"), dataclasses.replace(SMALL, seeds=8)),
-    "large": Case(("rljax", "rejax", "purejaxrl"), dataclasses.replace(SMALL, num_envs=2048, num_steps=16, updates=64)),
+    "small-1seed": Case(("rljax", "rljax-logged", "rejax", "purejaxrl"), SMALL),
+    "small-8seeds": Case(("rljax", "rljax-logged", "rejax", "purejaxrl"), dataclasses.replace(SMALL, seeds=8)),
+    "large": Case(
+        ("rljax", "rljax-logged", "rejax", "purejaxrl"), dataclasses.replace(SMALL, num_envs=2048, num_steps=16, updates=64)
+    ),
     "sb3": Case(("rljax", "sb3"), SMALL, {"sb3": 40}),
     "brax": Case(
         ("rljax", "brax"),
@@ -82,7 +84,7 @@ class Worker:
     def __init__(self, name: str, python: str, settings: Settings, timeout: float):
         self.name, self._timeout = name, timeout
         environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # several processes may share a GPU
-        if name == "rljax":
+        if name.startswith("rljax"):
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (lives as long as the process)
         self._process = subprocess.Popen(
@@ -226,7 +228,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "speed_ppo.json")
     options = parser.parse_args()
 
-    pythons = {"rljax": sys.executable, "brax": sys.executable}
+    pythons = {"rljax": sys.executable, "rljax-logged": sys.executable, "brax": sys.executable}
     pythons |= {"rejax": options.rejax_python, "sb3": options.sb3_python}
     if options.purejaxrl:
         options.purejaxrl = str(Path(options.purejaxrl).resolve())

@@ -6,6 +6,7 @@ its own environment. Evaluation is never inside the timed part.
 """
 
 import dataclasses
+import functools
 import json
 import os
 import sys
@@ -141,8 +142,12 @@ def serve_train(
     channel.serve(run)
 
 
-def run_rljax(s: Settings, channel: Channel) -> None:
-    """rljax: several seeds are spread over the devices, and mapped by `vmap` within each."""
+def run_rljax(s: Settings, channel: Channel, all_metrics: bool = False) -> None:
+    """rljax: several seeds are spread over the devices, and mapped by `vmap` within each.
+
+    Like the peers' programs it returns the training return alone, and XLA drops what computes the other metrics;
+    "rljax-logged" returns all of them, as `rljax run` does.
+    """
     import jax
 
     if s.seeds > 1:
@@ -177,7 +182,7 @@ def run_rljax(s: Settings, channel: Channel) -> None:
         state, metrics = jax.lax.scan(lambda state, _: agent.step(state), state, length=s.updates)
         last = slice(-max(s.updates // 10, 1), None)
         total, episodes = metrics["episode/return"]
-        return state, metrics, total[last].sum() / episodes[last].sum()
+        return state, metrics if all_metrics else {}, total[last].sum() / episodes[last].sum()
 
     def over_seeds(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
         if s.seeds == 1:
@@ -451,6 +456,7 @@ def run_brax(s: Settings, channel: Channel) -> None:
 
 CONTENDERS: dict[str, Callable[[Settings, Channel], None]] = {
     "rljax": run_rljax,
+    "rljax-logged": functools.partial(run_rljax, all_metrics=True),
     "rejax": run_rejax,
     "purejaxrl": run_purejaxrl,
     "sb3": run_sb3,
