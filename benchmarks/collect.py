@@ -78,7 +78,8 @@ def write_page() -> None:
         v = run["versions"]
         episodes = run["config"]["eval_episodes"]
         lines.append(
-            f"- `experiments/{run['name']}.toml`, config hash `{run['config_hash']}`: {episodes} evaluation episodes a seed, "
+            f"- `experiments/{run['name']}.toml --seeds {' '.join(map(str, run['config']['seeds']))}`, config hash "
+            f"`{run['config_hash']}`: {episodes} evaluation episodes a seed, "
             f"{run['wall_seconds']:.0f} s wall of which {run['compile_seconds']:.0f} s compiling, on {len(run['devices'])} host "
             f"devices ({run['platform']}); Python {v['python']}, jax {v['jax']}, {run['finished'][:10]}. "
             f"Per-seed data: `benchmarks/results/{run['name']}.json`."
