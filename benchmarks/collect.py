@@ -20,6 +20,11 @@ from rljax.experiment.statistics import bootstrap_interval, iqm
 HERE = Path(__file__).parent / "results"
 PAGE = Path(__file__).parent.parent / "docs" / "results.md"
 MARKER = "<!-- results -->"
+SPEED = """Environment steps a second of training, compilation apart, medians of rounds in which the contenders take turns
+(`benchmarks/speed/ppo.py`). `rljax` returns the training return alone, as the peers' programs do; `rljax-logged` computes and
+returns every metric. With several seeds rljax spreads them over two host devices, and the peers map theirs on one. rejax clips
+gradients by value and has no setting for Adam's epsilon; the peers need gymnax 0.0.9. Targets: one seed 1.3 times rejax and
+purejaxrl, eight seeds 1.7, 2,048 environments 1.2, Stable-Baselines3 30."""
 # What to reach, greedy IQM over seeds, and whose figure it is.
 TARGETS = {
     "ppo_cartpole": ("500 within 500k", "rl-baselines3-zoo, PPO at 100k"),
@@ -64,8 +69,7 @@ def row(data: dict) -> str:
 
 def write_page() -> None:
     """Replaces what follows the marker in docs/results.md."""
-    runs = [json.loads(path.read_text()) for path in sorted(HERE.glob("*.json"))]
-    runs = [run for run in runs if "eval_returns" in run]
+    runs = [json.loads(path.read_text()) for path in sorted(HERE.glob("ppo_*.json"))]
     lines = [
         "| agent | environment | steps per seed | seeds | IQM [95%] | range over seeds | random | failed | target | published |",
         "|---|---|---|---|---|---|---|---|---|---|",
@@ -84,8 +88,41 @@ def write_page() -> None:
             f"devices ({run['platform']}); Python {v['python']}, jax {v['jax']}, {run['finished'][:10]}. "
             f"Per-seed data: `benchmarks/results/{run['name']}.json`."
         )
+    lines += speed()
     head = PAGE.read_text().split(MARKER)[0]
     PAGE.write_text(head + MARKER + "\n\n" + "\n".join(lines) + "\n")
+
+
+def speed() -> list[str]:
+    """The tables of benchmarks/speed/ppo.py."""
+    path = HERE / "speed_ppo.json"
+    if not path.exists():
+        return []
+    lines = ["", "## Speed", "", SPEED]
+    for name, case in json.loads(path.read_text()).items():
+        s, machine = case["settings"], case["machine"]
+        many = f"{s['seeds']} seeds" if s["seeds"] > 1 else "one seed"
+        lines += [
+            "",
+            f"**{name}**: {s['env']}, {many}, {s['num_envs']:,} environments x {s['num_steps']} steps; {s['rounds']} rounds on "
+            f"{machine['cpus']} cores, {case['date'][:10]}.",
+            "",
+            "| | steps/s | range | rljax / it | compile | mean training return | versions |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        for contender, data in case["contenders"].items():
+            rates = sorted(r["steps"] / r["seconds"] for r in data["rounds"])
+            ratios = [
+                ours["steps"] / ours["seconds"] * theirs["seconds"] / theirs["steps"]
+                for ours, theirs in zip(case["contenders"]["rljax"]["rounds"], data["rounds"], strict=True)
+            ]
+            versions = ", ".join(f"{package} {version}" for package, version in data["versions"].items())
+            lines.append(
+                f"| {contender} | {np.median(rates):,.0f} | {rates[0]:,.0f} to {rates[-1]:,.0f} "
+                f"| {np.median(ratios):.2f} | {data['compile_seconds']:.1f} s "
+                f"| {np.mean([r['mean_return'] for r in data['rounds']]):.0f} | {versions} |"
+            )
+    return lines
 
 
 if __name__ == "__main__":

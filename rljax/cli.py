@@ -98,7 +98,7 @@ def _options(command: str, arguments: list[str]) -> int:
     width = max(len(key) for key, _, _ in rows) + 2
     print()
     for key, value, doc in rows:
-        print(f"  --{key:<{width}}{value:<14} {doc}")
+        print(f"  --{key:<{width}}{value}\n{'':<{width + 4}}{doc}")
     print("\n[traced] options can be swept in one program: --sweep.algo.learning-rate 1e-4 3e-4 1e-3")
     return 0
 
@@ -208,16 +208,16 @@ def _list(arguments: argparse.Namespace) -> int:
             if not name.startswith("brax/"):
                 env = make_env(name)
                 line = f"observations {_space(env.observation_space)}, actions {_space(env.action_space)}"
-            print(f"  {name:<28}{line}")
+            print(f"  {name:<31}{line}")
         for name, why in gymnax.EXCLUDED.items():
             print(f"  ({name} is left out: it {why})")
-        print("  module:attribute            your own, also path/to/file.py:attribute")
+        print("  module:attribute               your own, also path/to/file.py:attribute")
     if what in (None, "agents"):
         from rljax.agents import AGENTS, agent_module
 
         print("agents (algo.name = ...)")
         for name in AGENTS:
-            print(f"  {name:<28}{(agent_module(name).__doc__ or '').splitlines()[0]}")
+            print(f"  {name:<31}{(agent_module(name).__doc__ or '').splitlines()[0]}")
     if what in (None, "configs"):
         from rljax.experiment import InputError, load
 

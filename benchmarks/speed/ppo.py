@@ -241,7 +241,8 @@ def main() -> None:
         result = measure(CASES[name], pythons, options)
         summarize(result["contenders"])
         print(table(name, result["contenders"]), flush=True)
-        machine = {"cpus": os.cpu_count(), "system": platform.platform(), "python": platform.python_version()}
+        system = f"{platform.system()} {platform.machine()}"
+        machine = {"cpus": os.cpu_count(), "system": system, "python": platform.python_version()}
         date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         report[name] = {"date": date, "machine": machine, **result}
         options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -5,6 +5,7 @@ file or flag, and the fix.
 """
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
@@ -15,10 +16,12 @@ import typing
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import tomli_w
 
 from rljax.agents.base import AGENTS, agent_module, static
-from rljax.envs.registry import did_you_mean, env_parameters
+from rljax.envs.registry import did_you_mean, env_parameters, make_env
 from rljax.experiment import devices
 
 SECTIONS = ("algo", "env_params", "sweep")
@@ -37,7 +40,7 @@ class Experiment:
     """
 
     env: str = static("", "environment, see `rljax list`")
-    total_steps: int = static(0, "environment steps per seed; rounded up to whole updates", low=1)
+    total_steps: int = static(0, "environment steps per seed; rounded up to whole chunks of updates", low=1)
     seeds: tuple[int, ...] = static((0, 1, 2, 3, 4), "one lane each; five or more to state a spread", low=0, high=2**32 - 1)
     evals: int = static(20, "greedy evaluations during training, the last at its end", low=1)
     eval_episodes: int = static(128, "episodes of each evaluation, per lane", low=1)
@@ -81,8 +84,8 @@ class Experiment:
         if section == "algo":
             fields = {f.name: f for f in dataclasses.fields(self.algo)}
             return fields[name].metadata["traced"] and None not in self.sweep.get(key, ())
-        values = self.sweep.get(key, ())
-        return isinstance(env_parameters(self.env).get(name), float) and all(_is_number(v) for v in values)
+        is_numeric = all(_is_number(value) for value in self.sweep.get(key, ()))
+        return is_numeric and _env_takes_traced(self.env, name, json.dumps(self.env_params, sort_keys=True))
 
     def programs(self) -> list["Experiment"]:
         """One experiment for each combination of swept static values; what is left in ``sweep`` are traced axes."""
@@ -123,9 +126,12 @@ def load(path: str | Path | None = None, overrides: dict[str, Any] | None = None
     name = "run"
     if path is not None:
         path = Path(path)
-        path = path / "config.toml" if path.is_dir() else path
-        name = path.stem
-        entries = _read(path, ())
+        file = path / "config.toml" if path.is_dir() else path
+        name = file.stem
+        entries = _read(file, ())
+        if path.is_dir():  # the run is where it is, whatever the working directory was when it began
+            place = path.absolute().parent
+            entries |= {"out": (str(place.parent), str(path)), "name": (place.name, str(path))}
     for key, value in (overrides or {}).items():
         entries[key.replace("-", "_")] = (value, "override")
     return _resolve(entries, name)
@@ -163,13 +169,34 @@ def describe(experiment: Experiment) -> list[tuple[str, str, str]]:
     rows = [(f.name, getattr(experiment, f.name), f.metadata) for f in _top_fields().values()]
     rows += [(f"algo.{f.name}", getattr(experiment.algo, f.name), f.metadata) for f in dataclasses.fields(experiment.algo)]
     options = [
-        (key, json.dumps(_plain(value)), meta["doc"] + (" [traced]" if meta["traced"] else "") + _range_text(meta))
+        (key, json.dumps(_plain(value)), meta["doc"] + _range_text(meta, ": ") + (" [traced]" if meta["traced"] else ""))
         for key, value, meta in rows
     ]
     for key, default in {**env_parameters(experiment.env), "time_limit": "none"}.items():
         value = experiment.env_params.get(key, default)
         options.append((f"env_params.{key}", str(value), "of the environment" + (" [traced]" * isinstance(default, float))))
     return options
+
+
+@functools.lru_cache
+def _env_takes_traced(env: str, name: str, other_params: str) -> bool:
+    """Whether a float parameter can be traced: some constructors look at theirs in Python. Traces the environment to see."""
+    default = env_parameters(env).get(name)
+    if not isinstance(default, float):
+        return False
+
+    def step(value):
+        made = make_env(env, **{**json.loads(other_params), name: value})
+        state, _ = made.reset(jax.random.key(0))
+        return made.step(jax.random.key(0), state, jnp.zeros(made.action_space.shape, made.action_space.dtype))
+
+    try:
+        jax.eval_shape(step, default)
+    except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
+        return False
+    except (ValueError, TypeError):
+        pass  # a fault of another kind, which `lanes.build` reports with its key
+    return True
 
 
 def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, tuple[Any, str]]:
@@ -329,12 +356,12 @@ def _check_range(key: str, value: Any, meta: Any, origin: str) -> None:
         raise InputError(f"{origin}: {key} must hold one or more positive sizes, got {list(value)}")
 
 
-def _range_text(meta: Any) -> str:
+def _range_text(meta: Any, before: str = " ") -> str:
     bounds = ((">=", meta.get("low")), ("<=", meta.get("high")), (">", meta.get("above")))
     text = " and ".join(f"{sign} {bound}" for sign, bound in bounds if bound is not None)
     if meta.get("choices"):
         text = "one of " + ", ".join(meta["choices"])
-    return f" {text}" if text else ""
+    return before + text if text else ""
 
 
 def _env_value(key: str, value: Any, default: Any, origin: str) -> Any:
@@ -348,6 +375,8 @@ def _env_value(key: str, value: Any, default: Any, origin: str) -> Any:
 def _as_list(key: str, value: Any, origin: str) -> list[Any]:
     if not isinstance(value, list | tuple) or not value:
         raise InputError(f"{origin}: {key} must be a list of values to sweep, got {value!r}")
+    if any(item in value[:i] for i, item in enumerate(value)):  # its seeds would be counted twice
+        raise InputError(f"{origin}: {key} holds a value twice, {value!r}")
     return list(value)
 
 

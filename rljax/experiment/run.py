@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import datetime
+import errno
 import fcntl
 import json
 import math
@@ -25,7 +26,7 @@ from jax import Array
 from rljax.agents import Agent, make_agent
 from rljax.envs import make_env
 from rljax.experiment import report
-from rljax.experiment.checkpoint import Checkpoints
+from rljax.experiment.checkpoint import Checkpoints, SaveError
 from rljax.experiment.config import Experiment, InputError, load
 from rljax.experiment.evaluation import Evaluation
 from rljax.experiment.lanes import build, evaluate_random
@@ -82,7 +83,12 @@ def run(
         if info.get("status") == "finished":
             say({"event": "note", "text": f"finished already: {path} (--fresh starts over)"})
             return result(path)
-        return _train(experiment, path, info, say, argv or sys.argv)
+        try:
+            return _train(experiment, path, info, say, argv or sys.argv)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise SaveError(f"cannot write to {path}: {error.strerror}; its last checkpoint stays valid") from error
+            raise
 
 
 def resume(path: str | Path, **kwargs: Any) -> Result:
@@ -132,7 +138,7 @@ def _train(experiment: Experiment, path: Path, info: dict[str, Any], say: Listen
     metrics = _Metrics(path / "metrics.jsonl", experiment.lanes(), last_step=program.steps_at(done) if restored else -1)
     say({"event": "start", "path": path, "experiment": experiment, "program": program, "resumed_at": program.steps_at(done)})
     if steps_done != steps_asked:
-        text = f"total_steps {steps_asked:,} is rounded up to {steps_done:,}: {program.env_steps:,} a update, "
+        text = f"total_steps {steps_asked:,} is rounded up to {steps_done:,}: {program.env_steps:,} per update, "
         say({"event": "note", "text": text + f"updates in chunks of {program.updates_per_chunk}"})
 
     train_seconds, saved_at = earlier.get("train_seconds", 0.0), clock()
@@ -231,8 +237,7 @@ def load_run(path: str | Path) -> Experiment:
         runs = sorted(str(p.parent) for p in path.glob("*/config.toml"))
         hint = f"; did you mean {' or '.join(runs[:3])}?" if runs else ""
         raise InputError(f"{path} is not a run directory: it has no config.toml{hint}")
-    experiment = load(path / "config.toml")
-    return dataclasses.replace(experiment, out=str(path.absolute().parent.parent), name=path.absolute().parent.name)
+    return load(path)
 
 
 def load_states(path: str | Path, chunk: int | None = None) -> tuple[int, Any]:

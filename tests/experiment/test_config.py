@@ -85,6 +85,7 @@ def test_whole_floats_pass_as_integers_and_integers_as_floats():
         ("--seeds -1", "seeds must be >= 0"),
         ("--sweep.algo.lerning-rate 1 2", "unknown key sweep.algo.lerning_rate; did you mean 'sweep.algo.learning_rate'"),
         ("--sweep.seeds 1 2", "unknown key sweep.seeds"),
+        ("--sweep.algo.clip 0.1 0.1", "sweep.algo.clip holds a value twice"),
         ("--seeds", "--seeds: a value is missing"),
         ("loose", "unexpected argument 'loose'"),
     ],
@@ -135,6 +136,24 @@ def test_none_and_whole_numbers_are_static_axes():
     e = load_flags("--sweep.algo.target-kl none 0.01 --sweep.env-params.max-steps-in-episode 10 20")
     assert len(e.programs()) == 4
     assert all(not p.sweep for p in e.programs())
+
+
+def test_a_parameter_that_the_environment_reads_in_python_is_static():
+    def programs(env, parameter):
+        e = load(None, {"env": env, "total_steps": 1000, f"sweep.env_params.{parameter}": [0.2, 0.3]})
+        return len(e.programs())
+
+    assert programs("FrozenLake-misc", "success_rate") == 2
+    assert programs("Pendulum-v1", "max_torque") == 1
+
+
+def test_a_run_directory_is_where_it_is(tmp_path, monkeypatch):
+    place = tmp_path / "runs" / "name"
+    e = load(write(tmp_path / "exp.toml", BASE), {"out": "runs", "name": "name"})
+    (place / e.hash).mkdir(parents=True)
+    write(place / e.hash / "config.toml", e.to_toml())
+    monkeypatch.chdir("/")
+    assert load(place / e.hash).path == place / e.hash
 
 
 def test_linear_schedules_take_the_length_of_the_run():

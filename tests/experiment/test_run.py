@@ -264,6 +264,20 @@ def test_full_disk_keeps_the_checkpoint_before(tmp_path, monkeypatch, finished):
     assert_same(run(e).states, finished.states)
 
 
+def test_a_disk_that_fills_while_metrics_are_written_is_no_traceback(tmp_path, monkeypatch, capsys):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("rljax.experiment.run._Metrics.write", full)
+    e = tiny(tmp_path)
+    e.path.mkdir(parents=True)
+    (e.path / "config.toml").write_text(e.to_toml())
+    assert main(["run", str(e.path)]) == 1
+    error = capsys.readouterr().err
+    assert "No space left on device" in error
+    assert error.count("\n") == 1
+
+
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="needs to mount a small file system")
 def test_really_full_disk(tmp_path):
     small = tmp_path / "small"
