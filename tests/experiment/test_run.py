@@ -268,7 +268,7 @@ def test_a_disk_that_fills_while_metrics_are_written_is_no_traceback(tmp_path, m
     def full(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("rljax.experiment.run._Metrics.write", full)
+    monkeypatch.setattr(sys.modules["rljax.experiment.run"]._Metrics, "write", full)  # the name is also a function's
     e = tiny(tmp_path)
     e.path.mkdir(parents=True)
     (e.path / "config.toml").write_text(e.to_toml())
