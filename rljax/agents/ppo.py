@@ -16,7 +16,7 @@ from jax.flatten_util import ravel_pytree
 
 from rljax.agents.base import Agent, config, static, traced
 from rljax.agents.on_policy import episode_metrics, next_values, rollout, shuffled_minibatches
-from rljax.envs import Environment, TimeStep, vectorize
+from rljax.envs import Box, Environment, TimeStep, vectorize
 from rljax.networks import actor_critic
 from rljax.networks.policy import DISTRIBUTIONS, NETWORKS
 from rljax.networks.torsos import ACTIVATIONS
@@ -106,6 +106,8 @@ def make(config: Config, env: Environment) -> Agent:
         raise ValueError(f"algo.num_minibatches ({config.num_minibatches}) must divide {what} ({sequences})")
     if config.anneal_steps is None and "linear" in (config.learning_rate_schedule, config.clip_schedule):
         raise ValueError('a "linear" schedule needs algo.anneal_steps, the environment steps it takes to reach 0')
+    if config.normalize_observations and not isinstance(env.observation_space, Box):
+        raise ValueError("algo.normalize_observations takes Box observations, the environment's are categories; set it to false")
     optimizer = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.scale_by_adam(eps=config.adam_eps))
     env_steps = config.num_envs * config.num_steps
 

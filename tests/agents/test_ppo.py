@@ -317,6 +317,11 @@ def test_a_config_that_does_not_fit_names_the_key(change, key):
         ppo.make(dataclasses.replace(SMALL, **change), rljax.make_env("CartPole-v1"))
 
 
+def test_categories_are_not_normalised():
+    with pytest.raises(ValueError, match=r"algo\.normalize_observations"):
+        ppo.make(dataclasses.replace(SMALL, normalize_observations=True), rljax.make_env("FrozenLake-misc"))
+
+
 def test_categorical_on_continuous_actions_names_the_key():
     with pytest.raises(ValueError, match=r"algo\.distribution"):
         ppo.make(dataclasses.replace(SMALL, distribution="categorical"), rljax.make_env("Pendulum-v1"))
