@@ -184,9 +184,8 @@ def _reproduce(arguments: argparse.Namespace) -> int:
         again = run(experiment, listener=progress, argv=["rljax", *sys.argv[1:]])
     print(summary_text(again.summary))
     before = result(arguments.run, states=())
-    names = ("metrics.jsonl",)
-    same = all((before.path / name).read_bytes() == (again.path / name).read_bytes() for name in names)
-    if same:
+    before_rows, again_rows = ((r.path / "metrics.jsonl").read_bytes() for r in (before, again))
+    if before_rows == again_rows:
         print("\nreproduced: metrics.jsonl is the same, byte for byte")
     else:
         old, new = (r.summary["settings"] for r in (before, again))

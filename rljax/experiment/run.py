@@ -29,7 +29,7 @@ from rljax.experiment import report
 from rljax.experiment.checkpoint import Checkpoints, SaveError
 from rljax.experiment.config import Experiment, InputError, load
 from rljax.experiment.evaluation import Evaluation
-from rljax.experiment.lanes import build, evaluate_random
+from rljax.experiment.lanes import Program, build, evaluate_random
 
 Listener = Callable[[dict[str, Any]], None]
 
@@ -246,8 +246,10 @@ def load_states(path: str | Path, chunk: int | None = None) -> tuple[int, Any]:
     Raises:
       InputError: there is none, or it cannot be read.
     """
-    experiment = load_run(path)
-    program = build(experiment)
+    return _restore(build(load_run(path)), path, chunk)
+
+
+def _restore(program: Program, path: str | Path, chunk: int | None = None) -> tuple[int, Any]:
     abstract = jax.eval_shape(program.unpad, jax.eval_shape(program.init, program.lanes))
     checkpoints = Checkpoints(Path(path) / "checkpoints")
     try:
@@ -277,8 +279,8 @@ def evaluate(path: str | Path, episodes: int | None = None, seed: int | None = N
     experiment = load_run(path)
     changes = {"eval_episodes": episodes, "eval_seed": seed}
     experiment = dataclasses.replace(experiment, **{k: v for k, v in changes.items() if v is not None})
-    steps, states = load_states(path)
     program = build(experiment)
+    steps, states = _restore(program, path)
     return steps, program.unpad(jax.device_get(program.evaluate(program.lanes, program.pad(states))))
 
 
