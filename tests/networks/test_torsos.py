@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rljax.networks.torsos import MinAtarCNN, ResettableGRU, orthogonal
+from rljax.networks.torsos import MinAtarCNN, ResettableGRU, dense, orthogonal
 
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})  # compiling is all that costs here
 
@@ -90,3 +90,15 @@ def test_gru_by_hand():
     end, outputs = jit(network.apply)(params, carry, (features, first))
     np.testing.assert_allclose(outputs, expected, rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(end, outputs[-1])
+
+
+def test_dense_layer_on_few_rows_and_on_many():
+    """Few rows are multiplied another way; values and gradients are the same."""
+    layer = dense(5)
+    x = jax.random.normal(jax.random.key(0), (400, 3))
+    params = layer.init(jax.random.key(1), x)
+    kernel = params["params"]["kernel"]
+    for rows in (1, 4, 400):
+        np.testing.assert_allclose(layer.apply(params, x[:rows]), x[:rows] @ kernel, rtol=1e-5, atol=1e-6)
+        gradient = jax.grad(lambda p, rows=rows: jnp.sum(jnp.asarray(layer.apply(p, x[:rows])) ** 2))(params)["params"]["kernel"]
+        np.testing.assert_allclose(gradient, 2 * x[:rows].T @ (x[:rows] @ kernel), rtol=1e-4, atol=1e-4)
