@@ -11,7 +11,8 @@ from jax import Array
 from rljax.envs import Environment, TimeStep
 from rljax.envs.registry import did_you_mean
 
-AGENTS = {"ppo": "rljax.agents.ppo"}
+NAMES = ("reinforce", "a2c", "ppo", "grpo", "pqn", "dqn", "c51", "sac", "td3")
+AGENTS = {name: f"rljax.agents.{name}" for name in NAMES}
 
 
 class Agent(NamedTuple):
@@ -24,6 +25,7 @@ class Agent(NamedTuple):
       start: ``(state, timestep [B]) -> carry`` of `act` at the beginning of an episode.
       act: ``(state, carry, timestep [B], key, greedy) -> (carry, action [B, ...])``; a carry of None starts an episode.
       env_steps: environment steps of one call of ``step``.
+      init_steps: environment steps that ``init`` takes already, to fill a replay buffer.
     """
 
     init: Callable[..., Any]
@@ -31,6 +33,7 @@ class Agent(NamedTuple):
     start: Callable[[Any, TimeStep], Any]
     act: Callable[[Any, Any, TimeStep, Array, bool], tuple[Any, Array]]
     env_steps: int
+    init_steps: int = 0
 
 
 def traced(

@@ -77,6 +77,23 @@ def rollout(
     return world, Trajectory(timesteps, samples, carries)
 
 
+def first_episodes(policy: Policy, envs: VectorEnvironment, params: Any, key: Array, num_steps: int) -> tuple[Trajectory, Array]:
+    """One episode of each environment, from a fresh reset, cut after ``num_steps`` steps.
+
+    Every environment plays exactly one, so that short episodes count no more than long ones; what follows an episode that ended
+    early is masked.
+
+    Returns:
+      ``(Trajectory, mask)``, the mask bool ``[T, B]``, True up to and with each episode's last step.
+    """
+    reset_key, rollout_key = jax.random.split(key)
+    env_state, timestep = envs.reset(reset_key)
+    world = (env_state, timestep, policy.start(params, timestep))
+    _, trajectory = rollout(policy, envs, params, world, rollout_key, num_steps)
+    ended = jnp.cumsum(trajectory.transitions.done, axis=0)
+    return trajectory, jnp.concatenate([jnp.ones_like(ended[:1], bool), ended[:-1] == 0])
+
+
 def next_values(policy: Policy, params: Any, trajectory: Trajectory, values: Array) -> Array:
     """V of the state that each step led to, before any reset: ``[T, B]``, from ``values`` ``[T + 1, B]`` of ``timesteps``.
 
@@ -92,7 +109,7 @@ def next_values(policy: Policy, params: Any, trajectory: Trajectory, values: Arr
         row = jnp.argmax(pending, axis=0)
         cut, carry = jax.tree.map(lambda x: x[row, columns], (transitions, trajectory_carries))
         no = jnp.zeros_like(cut.terminated)
-        cut = cut.replace(observation=cut.next_observation, terminated=no, truncated=no)
+        cut = cut.replace(observation=cut.next_observation, action_mask=cut.next_action_mask, terminated=no, truncated=no)
         value = policy.step(params, carry, cut)[1].value
         value = jnp.where(pending[row, columns], value, result[row, columns])
         return result.at[row, columns].set(value), pending.at[row, columns].set(False)
@@ -116,9 +133,12 @@ def shuffled_minibatches(key: Array, size: int, num_epochs: int, num_minibatches
     return order.astype(jnp.int32).reshape(num_epochs * num_minibatches, -1)
 
 
-def episode_metrics(transitions: TimeStep) -> dict[str, Any]:
-    """``(sum, count)`` pairs over the episodes that ended in ``transitions`` ``[T, B]``, each counted once."""
-    done = transitions.done
+def episode_metrics(transitions: TimeStep, mask: Array | None = None) -> dict[str, Any]:
+    """``(sum, count)`` pairs over the episodes that ended in ``transitions`` ``[T, B]``, each counted once.
+
+    Where ``mask`` ``[T, B]`` is given, steps outside it do not count.
+    """
+    done = transitions.done if mask is None else transitions.done & mask
     count = done.sum()
 
     def over_ended(x):

@@ -20,7 +20,7 @@ from rljax.envs import Box, Environment, TimeStep, vectorize
 from rljax.networks import actor_critic
 from rljax.networks.policy import DISTRIBUTIONS, NETWORKS
 from rljax.networks.torsos import ACTIVATIONS
-from rljax.ops import kl, losses, normalization, returns
+from rljax.ops import kl, losses, normalization, returns, schedules
 
 
 @config
@@ -139,7 +139,7 @@ def make(config: Config, env: Environment) -> Agent:
         """The factor of a scheduled hyper-parameter, from 1 to 0."""
         if kind == "constant" or config.anneal_steps is None:
             return 1.0
-        return jnp.maximum(1.0 - updates * env_steps / config.anneal_steps, 0.0)
+        return schedules.linear(updates * (env_steps / config.anneal_steps), 1.0, 0.0, 1.0)
 
     def kl_to_old(log_ratio: Array) -> Array:
         """Samples are the old policy's, so this estimates KL(old || new)."""

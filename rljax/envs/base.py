@@ -25,6 +25,7 @@ class TimeStep(struct.PyTreeNode):
       truncated: bool ``[]``, the episode was cut there by a limit that is no part of the MDP; its state still has a value.
       next_observation: the observation that the transition led to, before any reset.
       info: dict of arrays, with the same keys and shapes after every step and reset.
+      next_action_mask: the mask that goes with ``next_observation``; a vectorised environment fills it in.
     """
 
     observation: Any
@@ -34,6 +35,7 @@ class TimeStep(struct.PyTreeNode):
     truncated: Array
     next_observation: Any
     info: dict[str, Array]
+    next_action_mask: Array | None = None
 
     @property
     def done(self) -> Array:

@@ -49,9 +49,9 @@ class VectorEnvironment:
     """``num_envs`` copies of ``env``; made by `vectorize` and `group`.
 
     A copy whose episode ended is reset within the same step: the returned ``observation`` and ``action_mask`` are the new
-    episode's, and the flags, ``reward`` and ``next_observation`` the old one's. ``info["episode_return"]`` and
-    ``info["episode_length"]`` cover the episode up to and with this step; where ``timestep.done`` they are final, and each
-    finished episode shows up there exactly once.
+    episode's, and the flags, ``reward``, ``next_observation`` and ``next_action_mask`` the old one's.
+    ``info["episode_return"]`` and ``info["episode_length"]`` cover the episode up to and with this step; where
+    ``timestep.done`` they are final, and each finished episode shows up there exactly once.
     """
 
     def __init__(self, env: Environment, num_envs: int, group_size: int, reset_pool: int):
@@ -79,7 +79,7 @@ class VectorEnvironment:
         env_state, timestep = self._start(pool, jax.tree.map(lambda x: x[0], self._draw_starts(env_key, 1)))
         state = VectorState(env_state, jnp.zeros(self.num_envs), jnp.zeros(self.num_envs, jnp.int32), pool)
         info = {"episode_return": state.episode_return, "episode_length": state.episode_length}
-        return state, timestep.replace(info={**timestep.info, **info})
+        return state, timestep.replace(info={**timestep.info, **info}, next_action_mask=timestep.action_mask)
 
     def step(self, key: Array, state: VectorState, action: Array) -> tuple[VectorState, TimeStep]:
         """One step of every copy, ``action [N, ...]``; ``(state, timestep [N])``."""
@@ -100,6 +100,7 @@ class VectorEnvironment:
         timestep = timestep.replace(
             observation=_where(done, new.observation, timestep.observation),
             action_mask=_where(done, new.action_mask, timestep.action_mask),
+            next_action_mask=timestep.action_mask,
         )
         return state.replace(env=_where(done, new_state, env_state)), timestep
 

@@ -32,6 +32,7 @@ class Program:
       num_chunks: chunks of a whole run.
       chunks_per_eval: a run is evaluated after every so many chunks, and after its last.
       env_steps: environment steps per seed of one update.
+      init_steps: environment steps per seed of ``init``.
       init: ``lanes -> states``, jitted.
       chunk: ``(lanes, states) -> (states, {metric: (sum, count)}, finite)``, jitted; donates the states.
       evaluate: ``(lanes, states) -> Evaluation``, jitted.
@@ -46,6 +47,7 @@ class Program:
     num_chunks: int
     chunks_per_eval: int
     env_steps: int
+    init_steps: int
     init: Any
     chunk: Any
     evaluate: Any
@@ -53,7 +55,7 @@ class Program:
 
     def steps_at(self, chunk: int) -> int:
         """Environment steps per seed after ``chunk`` chunks, as a Python integer (int32 would overflow at 2.1e9)."""
-        return chunk * self.updates_per_chunk * self.env_steps
+        return self.init_steps + chunk * self.updates_per_chunk * self.env_steps
 
     def evaluates_at(self, chunk: int) -> bool:
         return chunk % self.chunks_per_eval == 0 or chunk == self.num_chunks
@@ -111,8 +113,8 @@ def build(experiment: Experiment, devices: list[Any] | None = None) -> Program:
     devices = (devices or jax.devices())[:num_lanes]
     mesh = Mesh(np.asarray(devices), (AXIS,))
     example = jax.tree.map(lambda x: x[0], lanes)
-    env_steps = _checked(lambda: _env_steps(bind, example))
-    updates = -(-experiment.total_steps // env_steps)
+    env_steps, init_steps = _checked(lambda: _steps(bind, example))
+    updates = max(1, -(-(experiment.total_steps - init_steps) // env_steps))
     updates_per_chunk = max(1, -(-updates // (experiment.evals * CHUNKS_PER_EVAL)))
     num_chunks = -(-updates // updates_per_chunk)
     per_device = -(-num_lanes // len(devices))
@@ -125,6 +127,7 @@ def build(experiment: Experiment, devices: list[Any] | None = None) -> Program:
         num_chunks=num_chunks,
         chunks_per_eval=-(-num_chunks // experiment.evals),
         env_steps=env_steps,
+        init_steps=init_steps,
         init=_lift(init, mesh, per_device),
         chunk=_lift(chunk, mesh, per_device, donate_argnums=(1,)),
         evaluate=_lift(evaluate, mesh, per_device),
@@ -149,10 +152,11 @@ def evaluate_random(experiment: Experiment) -> Evaluation:
     )()
 
 
-def _env_steps(bind: Callable[[Any], tuple[Environment, Agent]], lane: Any) -> int:
-    steps = []
-    jax.eval_shape(lambda lane: steps.append(bind(lane)[1].env_steps), lane)
-    return steps[0]
+def _steps(bind: Callable[[Any], tuple[Environment, Agent]], lane: Any) -> tuple[int, int]:
+    """Environment steps of one update and of ``init``."""
+    agents = []
+    jax.eval_shape(lambda lane: agents.append(bind(lane)[1]), lane)
+    return agents[0].env_steps, agents[0].init_steps
 
 
 def _checked(function: Callable[[], Any]) -> Any:

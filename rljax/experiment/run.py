@@ -141,6 +141,7 @@ def _train(experiment: Experiment, path: Path, info: dict[str, Any], say: Listen
         text = f"total_steps {steps_asked:,} is rounded up to {steps_done:,}: {program.env_steps:,} per update, "
         say({"event": "note", "text": text + f"updates in chunks of {program.updates_per_chunk}"})
 
+    per_chunk = program.updates_per_chunk * program.env_steps * program.num_lanes
     train_seconds, saved_at = earlier.get("train_seconds", 0.0), clock()
 
     def account(status: str) -> None:
@@ -151,13 +152,13 @@ def _train(experiment: Experiment, path: Path, info: dict[str, Any], say: Listen
             wall_seconds=earlier.get("wall_seconds", 0.0) + clock() - began,
             compile_seconds=earlier.get("compile_seconds", 0.0) + compile_seconds,
             train_seconds=train_seconds,
-            steps_per_second=program.steps_at(done) * program.num_lanes / train_seconds if train_seconds else None,
+            steps_per_second=per_chunk * done / train_seconds if train_seconds else None,
         )
         _write_json(path / "run.json", info)
 
     try:
         if restored is None:
-            metrics.write(0, None, None, program.unpad(evaluate_program(program.lanes, states)))
+            metrics.write(program.steps_at(0), None, None, program.unpad(evaluate_program(program.lanes, states)))
         while done < program.num_chunks:
             chunk_began = clock()
             states, totals, finite = chunk_program(program.lanes, states)
@@ -186,7 +187,7 @@ def _train(experiment: Experiment, path: Path, info: dict[str, Any], say: Listen
                     "event": "chunk",
                     "step": program.steps_at(done),
                     "total": steps_done,
-                    "steps_per_second": program.steps_at(1) * program.num_lanes / seconds,
+                    "steps_per_second": per_chunk / seconds,
                     "totals": totals,
                     "evaluation": evaluation,
                     "failed": metrics.failed,

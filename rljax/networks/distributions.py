@@ -47,6 +47,15 @@ def mask_logits(logits: Array, mask: Array | None) -> Array:
     return logits if mask is None else jnp.where(mask, logits, jnp.finfo(jnp.float32).min)
 
 
+def pick(values: Array, index: Array) -> Array:
+    """``values[..., index]`` for ``values [..., A]`` and int32 ``index [...]``.
+
+    A select and not a gather: the gradient of a gather is a scatter, which is slow everywhere.
+    """
+    chosen = index[..., None] == jnp.arange(values.shape[-1])
+    return jnp.sum(jnp.where(chosen, values, 0.0), -1)
+
+
 def _entropy(logits: Array) -> Array:
     log_probs = jax.nn.log_softmax(logits)
     return -jnp.sum(jnp.where(log_probs > -1e30, jnp.exp(log_probs) * log_probs, 0.0), -1)
@@ -70,12 +79,52 @@ class Categorical(struct.PyTreeNode):
         return jnp.argmax(self.logits, -1).astype(jnp.int32)
 
     def log_prob(self, sample: Array) -> Array:
-        # A select, since the gradient of a gather is a scatter, which is slow everywhere.
-        chosen = sample[..., None] == jnp.arange(self.logits.shape[-1])
-        return jnp.sum(jnp.where(chosen, jax.nn.log_softmax(self.logits), 0.0), -1)
+        return pick(jax.nn.log_softmax(self.logits), sample)
 
     def entropy(self) -> Array:
         return _entropy(self.logits)
+
+    def to_action(self, sample: Array) -> Array:
+        return sample
+
+
+class EpsilonGreedy(struct.PyTreeNode):
+    """The best of ``A`` values, or with probability ``epsilon`` any legal action, uniformly. Samples int32 ``[...]``.
+
+    ``values`` float32 ``[..., A]``, masked already (`mask_logits`); ``epsilon`` float32, ``[...]`` or ``[]``.
+    """
+
+    values: Array
+    epsilon: Array
+
+    def noise(self, key: Array) -> Array:
+        """Uniform ``[..., A + 1]``: a rank for each action, and whether to explore."""
+        return jax.random.uniform(key, (*self.values.shape[:-1], self.values.shape[-1] + 1))
+
+    def from_noise(self, noise: Array) -> Array:
+        legal = self.values > jnp.finfo(jnp.float32).min
+        any_legal = jnp.argmax(jnp.where(legal, noise[..., :-1], -1.0), -1)
+        return jnp.where(noise[..., -1] < self.epsilon, any_legal, self.mode()).astype(jnp.int32)
+
+    def sample(self, key: Array) -> Array:
+        return self.from_noise(self.noise(key))
+
+    def mode(self) -> Array:
+        return jnp.argmax(self.values, -1).astype(jnp.int32)
+
+    def probabilities(self) -> Array:
+        """``[..., A]``."""
+        legal = self.values > jnp.finfo(jnp.float32).min
+        uniform = legal / jnp.maximum(legal.sum(-1, keepdims=True), 1)
+        best = self.mode()[..., None] == jnp.arange(self.values.shape[-1])
+        epsilon = jnp.asarray(self.epsilon)[..., None]
+        return epsilon * uniform + (1.0 - epsilon) * best
+
+    def log_prob(self, sample: Array) -> Array:
+        return jnp.log(pick(self.probabilities(), sample))
+
+    def entropy(self) -> Array:
+        return jnp.sum(jax.scipy.special.entr(self.probabilities()), -1)
 
     def to_action(self, sample: Array) -> Array:
         return sample

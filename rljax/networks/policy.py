@@ -46,6 +46,13 @@ class Policy(NamedTuple):
     unroll: Callable[[Any, Any, TimeStep], PolicyOutput]
 
 
+def as_features(observation: Array, num_categories: int) -> Array:
+    """Float32 network input; ``num_categories`` of a Discrete observation, which becomes one-hot, 0 for a Box."""
+    if num_categories:
+        return jax.nn.one_hot(observation, num_categories)
+    return observation.astype(jnp.float32)
+
+
 class ActorCritic(nn.Module):
     """Policy head and value head, on torsos of their own (mlp, minatar_cnn) or on one recurrent torso (gru).
 
@@ -63,9 +70,8 @@ class ActorCritic(nn.Module):
     def __call__(self, carry: Any, observation: Array, first: Array) -> tuple[Any, Array, Array | None, Array]:
         """``observation [T, B, ...]``, ``first [T, B]`` -> carry, head ``[T, B, outputs]``, log_std, value ``[T, B]``."""
         time_batch = first.shape
-        if self.num_categories:
-            observation = jax.nn.one_hot(observation, self.num_categories)
-        x = observation.astype(jnp.float32).reshape(-1, *observation.shape[2:])
+        x = as_features(observation, self.num_categories)
+        x = x.reshape(-1, *x.shape[2:])
         if self.network == "gru":
             encoded = MLP(self.hidden[:-1], self.activation, name="encoder")(x).reshape(*time_batch, -1)
             carry, features = ResettableGRU(self.hidden[-1], name="gru")(carry, (encoded, first))
@@ -103,7 +109,7 @@ def actor_critic(
     Raises:
       ValueError: the network cannot take the observations, or the distribution not the actions; names the config key.
     """
-    _check_observations(observation_space, network)
+    check_observations(observation_space, network)
     num_outputs, make_distribution = _head(action_space, distribution)
     module = ActorCritic(
         network=network,
@@ -137,9 +143,10 @@ def actor_critic(
     return Policy(init, start, step, unroll)
 
 
-def _check_observations(space: Space, network: str) -> None:
-    if network not in NETWORKS:
-        raise ValueError(f"algo.network must be one of {', '.join(NETWORKS)}, got {network!r}")
+def check_observations(space: Space, network: str, networks: tuple[str, ...] = NETWORKS) -> None:
+    """Raises ValueError, naming the config key, where ``network`` cannot take the observations."""
+    if network not in networks:
+        raise ValueError(f"algo.network must be one of {', '.join(networks)}, got {network!r}")
     if not isinstance(space, Box | Discrete):
         raise ValueError(
             f"algo.network {network!r} takes Box or Discrete observations, the environment has {type(space).__name__}"

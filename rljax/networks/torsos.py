@@ -65,16 +65,18 @@ def dense(features: int, scale: float = math.sqrt(2.0)) -> nn.Dense:
 
 
 class MLP(nn.Module):
-    """Dense layers over the flattened observation."""
+    """Dense layers over the flattened observation, each normalised before its activation where ``layer_norm`` is set."""
 
     hidden: tuple[int, ...]
     activation: str
+    layer_norm: bool = False
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
         x = x.reshape(x.shape[0], -1)
         for features in self.hidden:
-            x = ACTIVATIONS[self.activation](dense(features)(x))
+            x = dense(features)(x)
+            x = ACTIVATIONS[self.activation](nn.LayerNorm()(x) if self.layer_norm else x)
         return x
 
 
@@ -83,12 +85,13 @@ class MinAtarCNN(nn.Module):
 
     hidden: tuple[int, ...]
     activation: str
+    layer_norm: bool = False
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        convolution = nn.Conv(16, (3, 3), padding="VALID", kernel_init=orthogonal(math.sqrt(2.0)))
-        x = ACTIVATIONS[self.activation](convolution(x))
-        return MLP(self.hidden, self.activation)(x)
+        x = nn.Conv(16, (3, 3), padding="VALID", kernel_init=orthogonal(math.sqrt(2.0)))(x)
+        x = ACTIVATIONS[self.activation](nn.LayerNorm()(x) if self.layer_norm else x)
+        return MLP(self.hidden, self.activation, self.layer_norm)(x)
 
 
 class ResettableGRU(nn.Module):

@@ -1,5 +1,7 @@
 """Losses as free functions on arrays; each returns one value per element and leaves the averaging to the caller."""
 
+from typing import Literal
+
 import chex
 import jax.numpy as jnp
 from jax import Array
@@ -30,3 +32,38 @@ def clipped_value_loss(values: Array, old_values: Array, targets: Array, clip: A
     chex.assert_equal_shape([values, old_values, targets])
     clipped = old_values + jnp.clip(values - old_values, -clip, clip)
     return jnp.maximum(squared_error(values, targets), squared_error(clipped, targets))
+
+
+def aggregate(
+    values: Array, mask: Array, how: Literal["token", "sequence", "sequence-sum", "constant"], max_length: int | None = None
+) -> tuple[Array, Array]:
+    """One loss out of per-step values, as ``(numerator, denominator)``, both ``[]``.
+
+    Numerators and denominators of micro-batches and devices are added up before the division: their gradient is then that of
+    one large batch.
+
+    Args:
+      values: ``[T, B]``, time first.
+      mask: bool ``[T, B]``, the steps that count. A sequence without any leaves the denominator too, "constant" apart.
+      how: "token", the mean over steps (DAPO, arXiv 2503.14476); "sequence", the mean over sequences of their means (GRPO,
+        arXiv 2402.03300); "sequence-sum", the mean over sequences of their sums, which is the policy gradient of the return;
+        "constant", the sum over ``B * max_length`` (Dr. GRPO, arXiv 2503.20783).
+      max_length: of "constant"; T by default.
+
+    Raises:
+      ValueError: an unknown ``how``.
+    """
+    chex.assert_rank(values, 2)
+    chex.assert_equal_shape([values, mask])
+    values = jnp.where(mask, values, 0.0)
+    lengths = mask.sum(0)
+    nonempty = (lengths > 0).sum().astype(jnp.float32)
+    if how == "token":
+        return values.sum(), lengths.sum().astype(jnp.float32)
+    if how == "sequence":
+        return (values.sum(0) / jnp.maximum(lengths, 1)).sum(), nonempty
+    if how == "sequence-sum":
+        return values.sum(), nonempty
+    if how == "constant":
+        return values.sum(), jnp.float32(values.shape[1] * (max_length or values.shape[0]))
+    raise ValueError(f'how must be "token", "sequence", "sequence-sum" or "constant", got {how!r}')

@@ -1,0 +1,53 @@
+"""Deep Q-learning (Mnih et al. 2015) with its usual extensions, each an option.
+
+Double (van Hasselt et al. 2016, arXiv 1509.06461), duelling (Wang et al. 2016, arXiv 1511.06581), n-step returns (Sutton and
+Barto 2018, eq. 7.1) and prioritised replay (Schaul et al. 2016, arXiv 1511.05952). ``num_envs`` environments take a step
+together; after each such step come ``num_updates`` gradient steps.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from rljax.agents.base import Agent, config, traced
+from rljax.agents.q_learning import QLearningConfig, q_learning
+from rljax.envs import Environment, vectorize
+from rljax.networks import action_values
+from rljax.networks.distributions import mask_logits, pick
+from rljax.ops import replay
+
+
+@config
+class Config(QLearningConfig):
+    huber_delta: float | None = traced(1.0, "error beyond which the loss is linear; none: squared error", above=0)
+
+
+def make(config: Config, env: Environment) -> Agent:
+    """DQN on ``config.num_envs`` copies of ``env``.
+
+    Raises:
+      ValueError: one line that names the key: actions that are not Discrete, observations that the network cannot take, and
+        what `q_learning` raises.
+    """
+    network = action_values(
+        env.observation_space, env.action_space, config.network, config.hidden, config.activation, duelling=config.duelling
+    )
+
+    def targets(params: Any, target_params: Any, batch: replay.Batch) -> Array:
+        """``R + gamma^n Q_target(s', argmax_a Q(s', a))``, where Q is the online network if double, else the target; ``[M]``."""
+        q_target = network.apply(target_params, batch.next_observation)
+        q_select = network.apply(params, batch.next_observation) if config.double else q_target
+        action = jnp.argmax(mask_logits(q_select, batch.next_action_mask), -1)
+        return batch.returns + jnp.where(batch.bootstrap > 0, batch.bootstrap * pick(q_target, action), 0.0)
+
+    def loss(params: Any, target_params: Any, batch: replay.Batch) -> tuple[Array, Array, Array]:
+        target = jax.lax.stop_gradient(targets(params, target_params, batch))
+        q = pick(network.apply(params, batch.start.observation), batch.start.action)
+        if config.huber_delta is None:
+            return optax.l2_loss(q, target), target - q, q
+        return optax.huber_loss(q, target, delta=config.huber_delta), target - q, q
+
+    return q_learning(config, vectorize(env, config.num_envs), network, lambda q: q, loss)

@@ -1,0 +1,69 @@
+"""Advantages of group members against each other: ``rewards [P, G]``, P groups of G members that started alike."""
+
+from typing import Literal
+
+import chex
+import jax.numpy as jnp
+from jax import Array
+
+
+def group_advantages(
+    rewards: Array,
+    valid: Array | None = None,
+    *,
+    scale: Literal["group", "batch", "none"] = "group",
+    ddof: int = 1,
+    eps: Array | float = 1e-4,
+) -> Array:
+    """Group-relative advantages (Shao et al. 2024, arXiv 2402.03300, section 4.1.1), ``[P, G]``.
+
+    ``(r - mean of the group) / (std + eps)``. Invalid members get 0 and leave mean and deviation alone; the members of a flat
+    group, whose rewards are all equal, get exactly 0.
+
+    Args:
+      rewards: float32 ``[P, G]``.
+      valid: bool ``[P, G]``; None: all are.
+      scale: the deviation is the group's, that of all valid rewards of the batch, or 1 ("none": Dr. GRPO, Liu et al. 2025,
+        arXiv 2503.20783).
+      ddof: 1 divides the squares by ``n - 1`` (TRL, verl), 0 by ``n``.
+      eps: added to the deviation: 1e-4 in TRL, 1e-6 in verl.
+
+    Raises:
+      ValueError: an unknown ``scale``.
+    """
+    chex.assert_rank(rewards, 2)
+    valid = jnp.ones(rewards.shape, bool) if valid is None else valid
+    chex.assert_equal_shape([rewards, valid])
+    rewards = jnp.where(valid, rewards, 0.0)
+    mean, deviation = _moments(rewards, valid, 1, ddof)
+    if scale == "batch":
+        _, deviation = _moments(rewards, valid, (0, 1), ddof)
+    elif scale == "none":
+        deviation, eps = jnp.ones_like(deviation), 0.0
+    elif scale != "group":
+        raise ValueError(f'scale must be "group", "batch" or "none", got {scale!r}')
+    highest = jnp.max(jnp.where(valid, rewards, -jnp.inf), 1, keepdims=True)
+    lowest = jnp.min(jnp.where(valid, rewards, jnp.inf), 1, keepdims=True)
+    return jnp.where(valid & (highest > lowest), (rewards - mean) / (deviation + eps), 0.0)
+
+
+def leave_one_out_advantages(rewards: Array, valid: Array | None = None) -> Array:
+    """Reward minus the mean of the other valid members (RLOO, Ahmadian et al. 2024, arXiv 2402.14740, eq. 8), ``[P, G]``.
+
+    Equal to ``n / (n - 1) (r - mean)`` with n valid members. Invalid members get 0, and so does one that is alone.
+    """
+    chex.assert_rank(rewards, 2)
+    valid = jnp.ones(rewards.shape, bool) if valid is None else valid
+    chex.assert_equal_shape([rewards, valid])
+    rewards = jnp.where(valid, rewards, 0.0)
+    others = valid.sum(1, keepdims=True) - 1
+    mean = (rewards.sum(1, keepdims=True) - rewards) / jnp.maximum(others, 1)
+    return jnp.where(valid & (others > 0), rewards - mean, 0.0)
+
+
+def _moments(rewards: Array, valid: Array, axis: int | tuple[int, ...], ddof: int) -> tuple[Array, Array]:
+    """Mean and deviation of the valid rewards, with the reduced axes kept; finite where there are none."""
+    count = valid.sum(axis, keepdims=True)
+    mean = rewards.sum(axis, keepdims=True) / jnp.maximum(count, 1)
+    squares = jnp.where(valid, jnp.square(rewards - mean), 0.0).sum(axis, keepdims=True)
+    return mean, jnp.sqrt(squares / jnp.maximum(count - ddof, 1))
