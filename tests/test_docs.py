@@ -17,13 +17,13 @@ import runpy
 import shlex
 import shutil
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import jax
 import pytest
 
 from rljax import agents, cli, experiment
-from rljax.agents import ppo
 from rljax.envs import gymnax, make_env, registry
 from rljax.experiment.lanes import build
 
@@ -37,6 +37,7 @@ FENCE = re.compile(
 )
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 EXAMPLE_RUN = re.compile(r"\bruns/\w+/[0-9a-f]{12}\b")
+OPTIONAL_METRICS = {"ppo": {"target_kl": 1.0}, "reinforce": {"gradient_variance": True}, "grpo": {"kl_coef": 0.1}}
 TABLE_ROW = re.compile(r"^\| `([^`]+)` \| (?:`([^`]*)`)?[^|]*\| (.*?) \|", re.M)
 
 
@@ -203,18 +204,30 @@ def test_page_of_configs_has_every_key_with_its_default():
             assert rows[field.name][0] == written(field.default), field.name
 
 
-def test_pages_name_every_metric_and_file(tmp_path):
+def assert_named(metrics: Iterable[str], name: str) -> None:
+    pages = "".join((ROOT / "docs" / page).read_text() for page in ("runs.md", f"algorithms/{name}.md"))
+    for metric in set(metrics) - {"episode/return_square"}:
+        assert f"`{metric}`" in pages, f"{metric} is neither on the page of runs nor on that of {name}"
+
+
+@pytest.mark.parametrize("name", agents.AGENTS)
+def test_page_of_an_algorithm_names_every_metric(name):
+    config_class = agents.agent_module(name).Config
+    options = dict(OPTIONAL_METRICS.get(name, {}))
+    if "anneal_steps" in {field.name for field in dataclasses.fields(config_class)}:
+        options["anneal_steps"] = 1e6
+    agent = agents.make_agent(config_class(**options), make_env("Pendulum-v1" if name == "td3" else "CartPole-v1"))
+    _, metrics = jax.eval_shape(agent.step, jax.eval_shape(agent.init, jax.random.key(0)))
+    assert_named(metrics, name)
+
+
+def test_pages_name_every_metric_and_file_of_a_run(tmp_path):
     tiny = {**TINY, "out": str(tmp_path)}
     path = experiment.run(experiment.load(ROOT / "experiments/ppo_cartpole.toml", tiny)).path
     rows = [json.loads(line) for line in (path / "metrics.jsonl").open()]
-    config = ppo.Config(target_kl=1.0)
-    agent = agents.make_agent(config, make_env("CartPole-v1"))
-    _, optional = jax.eval_shape(agent.step, jax.eval_shape(agent.init, jax.random.key(0)))
-    pages = "".join((ROOT / "docs" / page).read_text() for page in ("runs.md", "algorithms/ppo.md"))
-    for metric in {key for row in [*rows, optional] for key in row} - {"episode/return_square"}:
-        assert f"`{metric}`" in pages, f"{metric} is on neither page"
+    assert_named({key for row in rows for key in row}, "ppo")
     for file in path.iterdir():
-        assert file.name in pages, f"{file.name} is not described"
+        assert file.name in (ROOT / "docs/runs.md").read_text(), f"{file.name} is not described"
 
 
 def test_pages_name_every_environment_suite_and_command():

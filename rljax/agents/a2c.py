@@ -4,6 +4,7 @@ Advantages are GAE's (Schulman et al. 2016, arXiv 1506.02438); ``gae_lambda = 1`
 rollout, and then the value.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -21,7 +22,10 @@ from rljax.networks.policy import DISTRIBUTIONS, NETWORKS
 from rljax.networks.torsos import ACTIVATIONS
 from rljax.ops import losses, normalization, returns, schedules
 
-OPTIMIZERS = {"adam": optax.scale_by_adam, "rmsprop": optax.scale_by_rms}
+OPTIMIZERS = {
+    "adam": optax.scale_by_adam,
+    "rmsprop": functools.partial(optax.scale_by_rms, decay=0.99, initial_scale=1.0),  # A3C's decay; the first step is no leap
+}
 
 
 @config

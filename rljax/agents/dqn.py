@@ -25,6 +25,18 @@ class Config(QLearningConfig):
     huber_delta: float | None = traced(1.0, "error beyond which the loss is linear; none: squared error", above=0)
 
 
+def targets(batch: replay.Batch, q_select: Array, q_target: Array) -> Array:
+    """``R + gamma^k Q_target(s', argmax_a Q_select(s', a))`` over the legal actions of s', ``[M]``; R alone after a termination.
+
+    Args:
+      batch: returns ``R`` over k rewards, and what the value of s' counts.
+      q_select: ``[M, A]``, of the online network if double (van Hasselt et al. 2016, eq. 4), else of the target network.
+      q_target: ``[M, A]``.
+    """
+    action = jnp.argmax(mask_logits(q_select, batch.next_action_mask), -1)
+    return batch.returns + jnp.where(batch.bootstrap > 0, batch.bootstrap * pick(q_target, action), 0.0)
+
+
 def make(config: Config, env: Environment) -> Agent:
     """DQN on ``config.num_envs`` copies of ``env``.
 
@@ -36,15 +48,10 @@ def make(config: Config, env: Environment) -> Agent:
         env.observation_space, env.action_space, config.network, config.hidden, config.activation, duelling=config.duelling
     )
 
-    def targets(params: Any, target_params: Any, batch: replay.Batch) -> Array:
-        """``R + gamma^n Q_target(s', argmax_a Q(s', a))``, where Q is the online network if double, else the target; ``[M]``."""
+    def loss(params: Any, target_params: Any, batch: replay.Batch) -> tuple[Array, Array, Array]:
         q_target = network.apply(target_params, batch.next_observation)
         q_select = network.apply(params, batch.next_observation) if config.double else q_target
-        action = jnp.argmax(mask_logits(q_select, batch.next_action_mask), -1)
-        return batch.returns + jnp.where(batch.bootstrap > 0, batch.bootstrap * pick(q_target, action), 0.0)
-
-    def loss(params: Any, target_params: Any, batch: replay.Batch) -> tuple[Array, Array, Array]:
-        target = jax.lax.stop_gradient(targets(params, target_params, batch))
+        target = jax.lax.stop_gradient(targets(batch, q_select, q_target))
         q = pick(network.apply(params, batch.start.observation), batch.start.action)
         if config.huber_delta is None:
             return optax.l2_loss(q, target), target - q, q

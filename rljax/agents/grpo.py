@@ -84,7 +84,13 @@ def make(config: Config, env: Environment) -> Agent:
     """
     envs = group(env, config.num_groups, config.group_size)
     policy = actor_critic(
-        env.observation_space, env.action_space, config.network, config.hidden, config.activation, config.distribution
+        env.observation_space,
+        env.action_space,
+        config.network,
+        config.hidden,
+        config.activation,
+        config.distribution,
+        has_value=False,
     )
     num_episodes = config.num_groups * config.group_size
     if num_episodes % config.num_minibatches:
@@ -169,6 +175,7 @@ def make(config: Config, env: Environment) -> Agent:
         ratio_error = per_minibatch.pop("ratio_error")[0]  # of the first minibatch: 0 up to rounding
         metrics: dict[str, Any] = {**jax.tree.map(jnp.mean, per_minibatch), "ratio_error": ratio_error}
         metrics["flat_groups"] = is_flat.mean()
+        metrics["unfinished"] = 1.0 - (transitions.done & mask).any(0).mean()
         metrics.update(episode_metrics(transitions, mask))
         return TrainState(unravel(params), state.reference, opt_state, key), metrics
 

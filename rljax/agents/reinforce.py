@@ -71,7 +71,13 @@ def make(config: Config, env: Environment) -> Agent:
     """
     envs = vectorize(env, config.num_envs)
     policy = actor_critic(
-        env.observation_space, env.action_space, config.network, config.hidden, config.activation, config.distribution
+        env.observation_space,
+        env.action_space,
+        config.network,
+        config.hidden,
+        config.activation,
+        config.distribution,
+        has_value=config.baseline == "value",
     )
     if config.baseline == "mean" and config.num_envs < 2:
         raise ValueError('algo.baseline "mean" is over the other episodes: algo.num_envs must be at least 2')
@@ -146,6 +152,7 @@ def make(config: Config, env: Environment) -> Agent:
             metrics["gradient_variance"] = gradient_variance(state.params, trajectory, mask, advantages)
         direction, opt_state = optimizer.update(gradient, state.opt_state)
         params = unravel(params - config.learning_rate * jnp.asarray(direction))
+        metrics["unfinished"] = 1.0 - (transitions.done & mask).any(0).mean()
         return TrainState(params, opt_state, key), {**metrics, **episode_metrics(transitions, mask)}
 
     def start(state: TrainState, timestep: TimeStep) -> Any:

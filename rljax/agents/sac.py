@@ -4,7 +4,6 @@ The policy maximises ``E[sum r + alpha H(pi)]``. Two critics, of which targets a
 that is learned so that the policy's entropy stays at a target. For discrete actions every expectation over the policy is a sum.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -32,7 +31,9 @@ class Config:
     target_tau: float = traced(0.005, "step of the target critics towards the online ones", low=0, high=1)
     temperature: float | None = traced(None, "alpha; none: learned", low=0)
     initial_temperature: float = traced(1.0, "where a learned alpha starts", above=0)
-    target_entropy: float | None = traced(None, "nats, of actions scaled to [-1, 1]; none: -D, or half of log A if discrete")
+    target_entropy: float | None = traced(
+        None, "nats, of actions scaled to [-1, 1]; none: -D, or half of the log of legal actions if discrete"
+    )
     adam_eps: float = traced(1e-8, "Adam's epsilon", above=0)
     target_every: int = static(1, "gradient steps between moves of the target critics", low=1)
     buffer_size: int = static(100_000, "transitions kept", low=1)
@@ -80,7 +81,7 @@ class Actions(NamedTuple):
       taken: ``(critic params, observation, action) -> Q [2, M]``.
       inputs: ``(observation, action) ->`` arguments of the critics.
       noise: ``(key, batch shape) ->`` noise of the policy.
-      auto_entropy: target of the entropy where none is given.
+      auto_entropy: ``action mask ->`` target of the entropy where none is given.
     """
 
     actor: Network
@@ -90,7 +91,7 @@ class Actions(NamedTuple):
     taken: Callable[[Any, Any, Array], Array]
     inputs: Callable[[Any, Array], tuple[Any, ...]]
     noise: Callable[[Array, tuple[int, ...]], Array]
-    auto_entropy: float
+    auto_entropy: Callable[[Array | None], Array | float]
 
 
 def box_actions(config: Config, observation_space: Space, action_space: Space) -> Actions:
@@ -120,7 +121,7 @@ def box_actions(config: Config, observation_space: Space, action_space: Space) -
         taken=critics.apply,
         inputs=lambda observation, action: (observation, action),
         noise=lambda key, shape: jax.random.normal(key, (*shape, low.size)),
-        auto_entropy=-float(low.size),
+        auto_entropy=lambda mask: -float(low.size),
     )
 
 
@@ -147,7 +148,8 @@ def discrete_actions(config: Config, observation_space: Space, action_space: Dis
         taken=lambda params, observation, action: jax.vmap(pick, (0, None))(critics.apply(params, observation), action),
         inputs=lambda observation, action: (observation,),
         noise=lambda key, shape: jax.random.gumbel(key, (*shape, action_space.n)),
-        auto_entropy=0.5 * math.log(action_space.n),
+        # Of the legal actions: a target that no policy can reach would drive the temperature up for ever.
+        auto_entropy=lambda mask: 0.5 * jnp.log(action_space.n if mask is None else mask.sum(-1)),
     )
 
 
@@ -164,7 +166,6 @@ def make(config: Config, env: Environment) -> Agent:
     else:
         actions = box_actions(config, env.observation_space, env.action_space)
     check_buffer(config.buffer_size, config.learning_starts, config.num_envs)
-    target_entropy = actions.auto_entropy if config.target_entropy is None else config.target_entropy
     optimizer = optax.scale_by_adam(eps=config.adam_eps)
     env_steps = config.num_envs * config.num_steps
     random_steps = fill_steps(config.learning_starts, config.num_envs)
@@ -209,6 +210,7 @@ def make(config: Config, env: Environment) -> Agent:
         policy_loss = -value
 
         # Temperature: -log alpha (E[log pi] + target entropy); it rises while the entropy is below its target.
+        target_entropy = actions.auto_entropy(start.action_mask) if config.target_entropy is None else config.target_entropy
         gap = jax.lax.stop_gradient(log_prob) + target_entropy
         temperature_loss = -params["log_temperature"] * gap if config.temperature is None else jnp.zeros_like(gap)
 

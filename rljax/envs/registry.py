@@ -12,8 +12,13 @@ from types import ModuleType
 from typing import Any
 
 from rljax.envs.base import Environment, check
-from rljax.envs.wrappers import TimeLimit
+from rljax.envs.wrappers import ScaleReward, SelectObservation, TimeLimit
 
+OWN = {
+    "StatelessCartPole": "rljax.envs.registry:stateless_cartpole",
+    "TicTacToe": "rljax.envs.tictactoe:TicTacToe",
+}
+WRAPPERS = {"time_limit": 1, "reward_scale": 1.0}  # keyword arguments of `make_env` for every environment, with examples
 _registered: dict[str, Callable[..., Environment]] = {}
 
 
@@ -32,7 +37,7 @@ def env_names() -> list[str]:
     """Every name that `make_env` knows, ``module:attribute`` apart."""
     from rljax.envs import brax, gymnax
 
-    return [*gymnax.names(), *(f"brax/{name}" for name in brax.names()), *_registered]
+    return [*gymnax.names(), *(f"brax/{name}" for name in brax.names()), *OWN, *_registered]
 
 
 def env_parameters(name: str) -> dict[str, Any]:
@@ -56,13 +61,14 @@ def env_parameters(name: str) -> dict[str, Any]:
     raise ValueError(f"unknown env {name!r}{did_you_mean(name, env_names())}; `rljax list` shows all")
 
 
-def make_env(name: str, *, time_limit: int | None = None, **kwargs: Any) -> Environment:
+def make_env(name: str, *, time_limit: int | None = None, reward_scale: float | None = None, **kwargs: Any) -> Environment:
     """Makes one environment.
 
     Args:
       name: a gymnax name (``"CartPole-v1"``), ``"brax/ant"``, a registered name, or ``"package.module:attribute"`` /
         ``"path/file.py:attribute"`` for a callable of the user's own that returns an environment.
       time_limit: truncates episodes after this many steps, on top of the environment's own limit.
+      reward_scale: multiplies every reward.
       **kwargs: the environment's parameters; `env_parameters` lists them. Numbers may be traced.
 
     Raises:
@@ -76,7 +82,7 @@ def make_env(name: str, *, time_limit: int | None = None, **kwargs: Any) -> Envi
     takes_any = factory is not None and any(p.kind == p.VAR_KEYWORD for p in inspect.signature(factory).parameters.values())
     for key in kwargs:
         if key not in known and not takes_any:
-            raise ValueError(f"unknown key env_params.{key} for {name}{did_you_mean(key, [*known, 'time_limit'])}")
+            raise ValueError(f"unknown key env_params.{key} for {name}{did_you_mean(key, [*known, *WRAPPERS])}")
     if factory is not None:
         env = factory(**kwargs)
         check(env, name)
@@ -84,7 +90,13 @@ def make_env(name: str, *, time_limit: int | None = None, **kwargs: Any) -> Envi
         env = brax.make(name[5:], **kwargs)
     else:
         env = gymnax.make(name, **kwargs)
+    env = env if reward_scale is None else ScaleReward(env, reward_scale)
     return env if time_limit is None else TimeLimit(env, time_limit)
+
+
+def stateless_cartpole(**kwargs: Any) -> Environment:
+    """CartPole-v1 without its two velocities, which a policy with memory can infer (POPGym, arXiv 2303.01859)."""
+    return SelectObservation(make_env("CartPole-v1", **kwargs), (0, 2))
 
 
 def did_you_mean(word: str, options: list[str]) -> str:
@@ -96,6 +108,7 @@ def did_you_mean(word: str, options: list[str]) -> str:
 
 
 def _factory(name: str) -> Callable[..., Environment] | None:
+    name = OWN.get(name, name)
     if name in _registered or ":" not in name:
         return _registered.get(name)
     module_name, attribute = name.split(":", 1)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import tomli_w
 
 from rljax.agents.base import AGENTS, agent_module, static
-from rljax.envs.registry import did_you_mean, env_parameters, make_env
+from rljax.envs.registry import WRAPPERS, did_you_mean, env_parameters, make_env
 from rljax.experiment import devices
 
 SECTIONS = ("algo", "env_params", "sweep")
@@ -172,7 +172,7 @@ def describe(experiment: Experiment) -> list[tuple[str, str, str]]:
         (key, json.dumps(_plain(value)), meta["doc"] + _range_text(meta, ": ") + (" [traced]" if meta["traced"] else ""))
         for key, value, meta in rows
     ]
-    for key, default in {**env_parameters(experiment.env), "time_limit": "none"}.items():
+    for key, default in {**env_parameters(experiment.env), **dict.fromkeys(WRAPPERS, "none")}.items():
         value = experiment.env_params.get(key, default)
         options.append((f"env_params.{key}", str(value), "of the environment" + (" [traced]" * isinstance(default, float))))
     return options
@@ -181,7 +181,7 @@ def describe(experiment: Experiment) -> list[tuple[str, str, str]]:
 @functools.lru_cache
 def _env_takes_traced(env: str, name: str, other_params: str) -> bool:
     """Whether a float parameter can be traced: some constructors look at theirs in Python. Traces the environment to see."""
-    default = env_parameters(env).get(name)
+    default = {**WRAPPERS, **env_parameters(env)}.get(name)
     if not isinstance(default, float):
         return False
 
@@ -281,17 +281,17 @@ def _resolve(entries: dict[str, tuple[Any, str]], name: str) -> Experiment:
                 + ('"CartPole-v1"' if key == "env" else "500_000")
             )
     try:
-        env_known = env_parameters(values["env"])
+        env_known = {**WRAPPERS, **env_parameters(values["env"])}
     except ValueError as error:
         raise InputError(f"{entries['env'][1]}: {error}") from error
     for key, (value, origin) in env_entries.items():
         param = key.split(".")[-1]
-        if param not in env_known and param != "time_limit":
-            near = did_you_mean(param, [*env_known, "time_limit"])
+        if param not in env_known:
+            near = did_you_mean(param, list(env_known))
             raise InputError(f"{origin}: unknown key {key}: {values['env']} has no parameter {param!r}{near}")
         swept = key.startswith("sweep.")
         items = _as_list(key, value, origin) if swept else [value]
-        items = [_env_value(key, item, env_known.get(param, 1), origin) for item in items]
+        items = [_env_value(key, item, env_known[param], origin) for item in items]
         values[key] = tuple(items) if swept else items[0]
 
     seeds = values.get("seeds", Experiment.seeds)

@@ -114,6 +114,10 @@ def build(experiment: Experiment, devices: list[Any] | None = None) -> Program:
     mesh = Mesh(np.asarray(devices), (AXIS,))
     example = jax.tree.map(lambda x: x[0], lanes)
     env_steps, init_steps = _checked(lambda: _steps(bind, example))
+    for row in experiment.lanes():  # what an agent checks of its options it can only see where they are numbers
+        swept = {key[5:]: row[key] for key in experiment.sweep if key.startswith("algo.")}
+        if swept and fixed_env is not None:
+            _checked(lambda swept=swept: make_agent(dataclasses.replace(experiment.algo, **swept), fixed_env))
     updates = max(1, -(-(experiment.total_steps - init_steps) // env_steps))
     updates_per_chunk = max(1, -(-updates // (experiment.evals * CHUNKS_PER_EVAL)))
     num_chunks = -(-updates // updates_per_chunk)

@@ -65,6 +65,7 @@ class ActorCritic(nn.Module):
     num_outputs: int
     state_independent_std: bool
     num_categories: int  # of a Discrete observation, 0 for a Box
+    has_value: bool
 
     @nn.compact
     def __call__(self, carry: Any, observation: Array, first: Array) -> tuple[Any, Array, Array | None, Array]:
@@ -79,9 +80,9 @@ class ActorCritic(nn.Module):
         else:
             torso = MinAtarCNN if self.network == "minatar_cnn" else MLP
             actor_features = torso(self.hidden, self.activation, name="actor")(x)
-            critic_features = torso(self.hidden, self.activation, name="critic")(x)
+            critic_features = torso(self.hidden, self.activation, name="critic")(x) if self.has_value else actor_features
         head = dense(self.num_outputs, 0.01)(actor_features)
-        value = dense(1, 1.0)(critic_features)
+        value = dense(1, 1.0)(critic_features) if self.has_value else jnp.zeros(first.size)
         log_std = None
         if self.state_independent_std:
             log_std = self.param("log_std", nn.initializers.zeros_init(), (self.num_outputs,))
@@ -95,6 +96,7 @@ def actor_critic(
     hidden: tuple[int, ...] = (64, 64),
     activation: str = "tanh",
     distribution: str = "auto",
+    has_value: bool = True,
 ) -> Policy:
     """An actor-critic `Policy` for the given spaces.
 
@@ -105,6 +107,7 @@ def actor_critic(
       hidden: sizes of the layers.
       activation: see `rljax.networks.torsos.ACTIVATIONS`.
       distribution: one of `DISTRIBUTIONS`; "auto" takes categorical for discrete and gaussian for Box actions.
+      has_value: without, there is no value network and every value is 0.
 
     Raises:
       ValueError: the network cannot take the observations, or the distribution not the actions; names the config key.
@@ -118,6 +121,7 @@ def actor_critic(
         num_outputs=num_outputs,
         state_independent_std=isinstance(action_space, Box),
         num_categories=observation_space.n if isinstance(observation_space, Discrete) else 0,
+        has_value=has_value,
     )
 
     def start(params: Any, timestep: TimeStep) -> Any:

@@ -158,12 +158,12 @@ def action_bounds(space: Space) -> tuple[Array, Array]:
       ValueError: another space, more than one axis, or bounds that are not finite.
     """
     if not isinstance(space, Box):
-        raise ValueError(f"algo.name: needs Box actions, the environment has {type(space).__name__}; use dqn or ppo")
+        raise ValueError(f"algo.name: {type(space).__name__} actions do not fit this agent; use ppo, or dqn for Discrete ones")
     if len(space.shape) != 1:
         raise ValueError(f"Box actions must have one axis, the environment has shape {list(space.shape)}")
     known = [x for x in (space.low, space.high) if not isinstance(x, Tracer)]
     if not all(np.all(np.isfinite(x)) for x in known):
-        raise ValueError("algo.name: needs actions with finite bounds, the environment's are infinite; use ppo")
+        raise ValueError("algo.name: this agent needs actions with finite bounds, the environment's are infinite; use ppo")
     low, high = (jnp.broadcast_to(jnp.asarray(x, jnp.float32), space.shape) for x in (space.low, space.high))
     return low, high
 

@@ -23,5 +23,5 @@ def kl_estimate(log_prob: Array, ref_log_prob: Array, kind: Literal["k1", "k2", 
     if kind == "k2":
         return 0.5 * jnp.square(difference)
     if kind == "k3":
-        return jnp.expm1(-difference) + difference
+        return jnp.expm1(jnp.minimum(-difference, 80.0)) + difference  # inf would make the gradient NaN
     raise ValueError(f'kind must be "k1", "k2" or "k3", got {kind!r}')

@@ -220,7 +220,7 @@ def _draw(priorities: Priorities, uniforms: Array) -> tuple[Array, Array]:
     block = jnp.argmax(upto > target[:, None], axis=1)
     weights = priorities.weights[block]  # [M, width]
     within = jnp.cumsum(weights, axis=1)
-    rest = jnp.minimum(target - (upto[block] - priorities.sums[block]), almost * within[:, -1])
+    rest = jnp.clip(target - (upto[block] - priorities.sums[block]), 0.0, almost * within[:, -1])  # rounding may leave less
     column = jnp.argmax(within > rest[:, None], axis=1)
     index = block * weights.shape[1] + column
     return index, jnp.take_along_axis(weights, column[:, None], 1)[:, 0] / total

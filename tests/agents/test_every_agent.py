@@ -1,0 +1,224 @@
+"""What every agent must do: solve the probes that it can, resume bit for bit, keep its types, draw afresh at every step."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import rljax
+from rljax.agents import AGENTS, a2c, c51, dqn, grpo, ppo, pqn, reinforce, sac, td3
+from rljax.envs import Box, Discrete, restart
+from rljax.experiment import evaluate_agent
+from rljax.networks import actor_critic
+from tests.agents import probes
+
+OFF_POLICY = dict(
+    hidden=(32,), learning_rate=5e-3, discount=0.5, num_envs=8, num_steps=16, batch_size=64, buffer_size=1024, learning_starts=64
+)
+Q_LEARNING = dict(anneal_steps=2000.0, exploration_fraction=0.5, target_every=10, **OFF_POLICY)
+SMALL = {
+    "reinforce": reinforce.Config(num_envs=32, num_steps=4, hidden=(32,), learning_rate=1e-2, discount=0.5),
+    "a2c": a2c.Config(num_envs=32, num_steps=4, hidden=(32,), learning_rate=5e-3, discount=0.5, optimizer="adam"),
+    "ppo": ppo.Config(num_envs=16, num_steps=16, hidden=(32,), learning_rate=5e-3, entropy_coef=0.0, discount=0.5),
+    "grpo": grpo.Config(num_groups=4, group_size=8, num_steps=4, hidden=(32,), learning_rate=5e-3),
+    "pqn": pqn.Config(
+        num_envs=32, num_steps=8, num_minibatches=4, hidden=(32,), learning_rate=5e-2, discount=0.5, anneal_steps=40_000.0
+    ),
+    "dqn": dqn.Config(**Q_LEARNING),
+    "c51": c51.Config(**Q_LEARNING, value_min=-2.0, value_max=3.0, num_atoms=26),
+    "sac": sac.Config(**OFF_POLICY, target_tau=0.05, initial_temperature=0.1),
+    "td3": td3.Config(**OFF_POLICY, target_tau=0.05),
+}
+UPDATES = {"reinforce": 100, "a2c": 150, "pqn": 150}  # calls of step; the others get 60
+VALUE_BASED = ("a2c", "ppo", "pqn", "dqn", "c51", "sac")
+DISCRETE = tuple(name for name in SMALL if name != "td3")
+MASKS = DISCRETE
+CONTINUOUS = ("reinforce", "a2c", "ppo", "grpo", "sac", "td3")
+
+
+def train(name, env, seed=0, **changes):
+    config = dataclasses.replace(SMALL[name], **changes)
+    agent = rljax.make_agent(config, env)
+
+    @jax.jit
+    def program(key):
+        return jax.lax.scan(lambda state, _: agent.step(state), agent.init(key), length=UPDATES.get(name, 60))
+
+    state, metrics = program(jax.random.key(seed))
+    return agent, state, metrics
+
+
+def greedy_return(agent, env, state, episodes=64):
+    evaluation = jax.jit(lambda s: evaluate_agent(agent, env, s, jax.random.key(7), episodes, 100))(state)
+    assert evaluation.finished.all()
+    return float(evaluation.returns.mean())
+
+
+def value_of(name, env, state, observation):
+    """V of an observation; of a Q-function, the value of its best action."""
+    config, observation = SMALL[name], jnp.asarray(observation, jnp.float32)
+    if name in ("a2c", "ppo"):
+        timestep = jax.tree.map(lambda x: x[None], restart(observation))
+        policy = actor_critic(env.observation_space, env.action_space, config.network, config.hidden, config.activation)
+        return float(policy.step(state.params, (), timestep)[1].value[0])
+    network = rljax.networks.action_values(
+        env.observation_space,
+        env.action_space,
+        config.network,
+        config.hidden,
+        config.activation,
+        atoms=config.num_atoms if name == "c51" else None,
+        layer_norm=name == "pqn",
+    )
+    params = state.params["critics"] if name == "sac" else [state.params]
+    outputs = jnp.stack([network.apply(p, observation[None])[0] for p in params]).min(0)
+    if name == "c51":
+        outputs = jax.nn.softmax(outputs) @ jnp.linspace(config.value_min, config.value_max, config.num_atoms)
+    return float(outputs.max())
+
+
+@pytest.mark.parametrize("name", VALUE_BASED)
+@pytest.mark.parametrize(
+    ("env", "values"),
+    [
+        (probes.ConstantReward(), {(0.0,): 1.0}),
+        (probes.RewardFromObservation(), {(-1.0,): -1.0, (1.0,): 1.0}),
+        (probes.TwoStepCredit(), {(0.0,): 0.5, (1.0,): 1.0}),
+        (probes.EndlessReward(), {(0.0,): 2.0}),  # only if a cut keeps its bootstrap
+    ],
+    ids=lambda x: type(x).__name__ if not isinstance(x, dict) else "",
+)
+def test_values_of_probes(name, env, values):
+    _, state, _ = train(name, env)
+    for observation, value in values.items():
+        assert value_of(name, env, state, observation) == pytest.approx(value, abs=0.1)
+
+
+@pytest.mark.parametrize("name", DISCRETE)
+@pytest.mark.parametrize("env", [probes.ActionReward(), probes.ActionMatchesObservation()], ids=lambda x: type(x).__name__)
+def test_actions_of_probes(name, env):
+    agent, state, _ = train(name, env)
+    assert greedy_return(agent, env, state) == 1.0
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_illegal_actions_are_never_taken_and_legal_ones_are_learned(name):
+    env = probes.MaskedBandit()
+    agent, state, metrics = train(name, env)
+    total, count = metrics["episode/return"]
+    assert float(total.sum() / count.sum()) > 0  # one illegal action costs 100
+    assert greedy_return(agent, env, state, episodes=512) == pytest.approx(1.5, abs=0.1)
+
+
+@pytest.mark.parametrize("name", CONTINUOUS)
+def test_continuous_actions(name):
+    env = probes.ContinuousTarget()
+    changes = {"learning_rate": 2e-2} if name in ("reinforce", "a2c", "ppo", "grpo") else {}
+    agent, state, _ = train(name, env, **changes)
+    assert greedy_return(agent, env, state) > -0.1
+
+
+def env_of(name):
+    """Short episodes, so that a few updates see resets and truncations."""
+    env = "Pendulum-v1" if name in ("td3", "grpo") else "CartPole-v1"  # in CartPole all members of a group earn the same so soon
+    return rljax.make_env(env, max_steps_in_episode=7)
+
+
+def plain(tree):
+    """Keys as numbers."""
+    return jax.tree.map(lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.array(x), tree)
+
+
+VARIANTS = {
+    "ppo": dict(normalize_observations=True, normalize_rewards=True),
+    "grpo": dict(kl_coef=0.1),
+    "dqn": dict(prioritized=True, n_step=3, duelling=True),
+}
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_resume_is_bit_for_bit(name):
+    agent = rljax.make_agent(dataclasses.replace(SMALL[name], **VARIANTS.get(name, {})), env_of(name))
+    chunk = jax.jit(lambda state: jax.lax.scan(lambda s, _: agent.step(s), state, length=3)[0])
+    start = agent.init(jax.random.key(3))
+    straight = chunk(chunk(start))
+    numbers = plain(chunk(start))  # what a checkpoint holds
+    restored = jax.tree.map(
+        lambda like, x: jax.random.wrap_key_data(x) if jnp.issubdtype(like.dtype, jax.dtypes.prng_key) else jnp.asarray(x),
+        start,
+        numbers,
+    )
+    jax.tree.map(np.testing.assert_array_equal, plain(straight), plain(chunk(restored)))
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_state_types_are_stable(name):
+    """A state that changed its type would be compiled again, and could not be a scan's carry."""
+    agent = rljax.make_agent(dataclasses.replace(SMALL[name], **VARIANTS.get(name, {})), env_of(name))
+    before = jax.eval_shape(agent.init, jax.random.key(0))
+    after = jax.eval_shape(lambda s: agent.step(s)[0], before)
+    assert jax.tree.structure(before) == jax.tree.structure(after)
+    for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        assert (a.shape, a.dtype, a.weak_type) == (b.shape, b.dtype, b.weak_type)
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_every_step_draws_afresh_and_learns(name):
+    agent = rljax.make_agent(SMALL[name], env_of(name))
+    states, step = [agent.init(jax.random.key(0))], jax.jit(agent.step)
+    for _ in range(2):
+        states.append(step(states[-1])[0])
+    assert len({tuple(np.asarray(jax.random.key_data(s.key)).tolist()) for s in states}) == 3
+    for before, after in itertools.pairwise(states):
+        leaves = zip(jax.tree.leaves(before.params), jax.tree.leaves(after.params), strict=True)
+        assert any(np.any(a != b) for a, b in leaves)
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_traced_hyper_parameters_are_swept_by_vmap(name):
+    """Every traced field at once; a lane equals its solo run up to rounding."""
+    fields = [f.name for f in dataclasses.fields(SMALL[name]) if f.metadata["traced"]]
+    values = {field: getattr(SMALL[name], field) for field in fields}
+    values = {field: value for field, value in values.items() if value is not None}
+
+    def final(factor):
+        config = dataclasses.replace(SMALL[name], **{field: value * factor for field, value in values.items()})
+        agent = rljax.make_agent(config, env_of(name))
+        return jax.lax.scan(lambda s, _: agent.step(s), agent.init(jax.random.key(0)), length=2)[0].params
+
+    swept = jax.jit(jax.vmap(final))(jnp.array([0.9, 1.0]))
+    solo = jax.jit(final)(1.0)
+    for many, one in zip(jax.tree.leaves(swept), jax.tree.leaves(solo), strict=True):
+        np.testing.assert_allclose(many[1], one, atol=2e-3)
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_actions_are_in_the_space(name):
+    env = env_of(name)
+    agent = rljax.make_agent(SMALL[name], env)
+    state = jax.jit(agent.init)(jax.random.key(0))
+    timestep = jax.vmap(env.reset)(jax.random.split(jax.random.key(1), 16))[1]
+    for greedy in (False, True):
+        _, action = agent.act(state, None, timestep, jax.random.key(2), greedy)
+        assert action.shape == (16, *env.action_space.shape) and action.dtype == env.action_space.dtype
+        assert jax.vmap(env.action_space.contains)(action).all()
+
+
+def test_a_space_that_an_agent_cannot_act_in_names_the_key():
+    for name in ("pqn", "dqn", "c51"):
+        with pytest.raises(ValueError, match=r"algo\.name"):
+            rljax.make_agent(SMALL[name], rljax.make_env("Pendulum-v1"))
+    with pytest.raises(ValueError, match=r"algo\.name"):
+        rljax.make_agent(SMALL["td3"], rljax.make_env("CartPole-v1"))
+
+    @dataclasses.dataclass(frozen=True)
+    class Unbounded(probes.ContinuousTarget):
+        action_space = Box(-jnp.inf, jnp.inf, (1,))
+
+    for name in ("sac", "td3"):
+        with pytest.raises(ValueError, match="finite bounds"):
+            rljax.make_agent(SMALL[name], Unbounded())
+    assert isinstance(probes.MaskedBandit.action_space, Discrete)
