@@ -44,7 +44,8 @@ def group_advantages(
         raise ValueError(f'scale must be "group", "batch" or "none", got {scale!r}')
     highest = jnp.max(jnp.where(valid, rewards, -jnp.inf), 1, keepdims=True)
     lowest = jnp.min(jnp.where(valid, rewards, jnp.inf), 1, keepdims=True)
-    return jnp.where(valid & (highest > lowest), (rewards - mean) / (deviation + eps), 0.0)
+    counts = valid & (highest > lowest)
+    return jnp.where(counts, (rewards - mean) / jnp.where(counts, deviation + eps, 1.0), 0.0)
 
 
 def leave_one_out_advantages(rewards: Array, valid: Array | None = None) -> Array:
@@ -66,4 +67,6 @@ def _moments(rewards: Array, valid: Array, axis: int | tuple[int, ...], ddof: in
     count = valid.sum(axis, keepdims=True)
     mean = rewards.sum(axis, keepdims=True) / jnp.maximum(count, 1)
     squares = jnp.where(valid, jnp.square(rewards - mean), 0.0).sum(axis, keepdims=True)
-    return mean, jnp.sqrt(squares / jnp.maximum(count - ddof, 1))
+    variance = squares / jnp.maximum(count - ddof, 1)
+    # The root's derivative at 0 is infinite, and times the zero that follows it NaN.
+    return mean, jnp.where(variance > 0, jnp.sqrt(jnp.where(variance > 0, variance, 1.0)), 0.0)

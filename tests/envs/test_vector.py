@@ -122,6 +122,35 @@ def test_the_mask_is_that_of_the_observation(played):
     np.testing.assert_array_equal(steps.action_mask[..., 0], steps.observation[..., 3] == 0)
 
 
+class Lights:
+    """Three steps to an episode; the one legal action is the number of steps so far."""
+
+    observation_space, action_space = Box(0.0, 3.0, ()), Discrete(4)
+
+    def reset(self, key):
+        return jnp.int32(0), restart(jnp.float32(0.0), jnp.arange(4) == 0)
+
+    def step(self, key, state, action):
+        steps = state + 1
+        return steps, transition(steps.astype(jnp.float32), 1.0, steps == 3, False, jnp.arange(4) == steps)
+
+
+def test_the_next_mask_is_that_before_a_reset():
+    first, steps, _ = rollout(vectorize(Lights(), 2), steps=7)
+    np.testing.assert_array_equal(first.next_action_mask, first.action_mask)
+    for copy in range(2):
+        assert steps.action_mask[:, copy].argmax(1).tolist() == [1, 2, 0, 1, 2, 0, 1]
+        assert steps.next_action_mask[:, copy].argmax(1).tolist() == [1, 2, 3, 1, 2, 3, 1]
+    np.testing.assert_array_equal(steps.next_action_mask.sum(-1), 1)
+    np.testing.assert_array_equal(steps.next_action_mask.argmax(-1), steps.next_observation)
+
+
+def test_without_a_mask_there_is_no_next_mask():
+    first, steps, _ = rollout(vectorize(Forever(), 1), steps=7)
+    assert first.next_action_mask is None
+    assert steps.next_action_mask is None
+
+
 def test_successive_episodes_start_differently():
     starts = [seen[0][0] for _, _, seen in episodes(rollout(FRESH))]
     assert len(set(starts)) == len(starts) > 3 * N

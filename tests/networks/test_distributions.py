@@ -9,8 +9,8 @@ import scipy.integrate
 import scipy.special
 import scipy.stats
 
-from rljax.networks import Categorical, Gaussian, MultiCategorical, TanhGaussian
-from rljax.networks.distributions import mask_logits
+from rljax.networks import Categorical, EpsilonGreedy, Gaussian, MultiCategorical, TanhGaussian
+from rljax.networks.distributions import mask_logits, pick
 
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})  # compiling is all that costs here
 log_prob, entropy, to_action = (
@@ -147,10 +147,84 @@ def test_categorical_modes():
     np.testing.assert_array_equal(MultiCategorical(mask_logits(logits, mask), NVEC).mode(), [[0, 1, 0]])
 
 
-# All four
+# Epsilon-greedy
+
+EPSILON = jnp.array([0.0, 1.0, 0.3, 0.8, 0.05, 1.0])  # one for each row of LOGITS
+probabilities = jit(lambda distribution: distribution.probabilities())
+
+
+def epsilon_greedy(epsilon):
+    return EpsilonGreedy(mask_logits(jnp.asarray(LOGITS), jnp.asarray(MASK)), jnp.asarray(epsilon))
+
+
+def test_epsilon_greedy_probabilities_by_hand():
+    # Three legal actions, the third is the best of them; the fourth would be better.
+    values = mask_logits(jnp.tile(jnp.array([1.0, 2.0, 3.0, 4.0]), (3, 1)), jnp.array([True, True, True, False]))
+    distribution = EpsilonGreedy(values, jnp.array([0.0, 0.3, 1.0]))
+    expected = np.array([[0.0, 0.0, 1.0, 0.0], [0.1, 0.1, 0.8, 0.0], [1 / 3, 1 / 3, 1 / 3, 0.0]])
+    np.testing.assert_allclose(probabilities(distribution), expected, rtol=1e-6)
+    np.testing.assert_array_equal(distribution.mode(), [2, 2, 2])
+    np.testing.assert_allclose(log_prob(distribution, jnp.full(3, 2)), np.log([1.0, 0.8, 1 / 3]), rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(log_prob(distribution, jnp.zeros(3, int)), [-np.inf, np.log(0.1), np.log(1 / 3)], rtol=1e-6)
+    np.testing.assert_array_equal(log_prob(distribution, jnp.full(3, 3)), -np.inf)
+    expected = [0.0, -0.8 * np.log(0.8) - 0.2 * np.log(0.1), np.log(3)]
+    np.testing.assert_allclose(entropy(distribution), expected, rtol=1e-6, atol=1e-7)
+
+
+def test_epsilon_greedy_without_a_mask():
+    distribution = EpsilonGreedy(jnp.array([[1.0, 5.0, 2.0, 0.0]]), jnp.float32(0.4))
+    np.testing.assert_allclose(distribution.probabilities(), [[0.1, 0.7, 0.1, 0.1]], rtol=1e-6)
+
+
+def test_epsilon_greedy_frequencies():
+    actions, expected = draw(epsilon_greedy(EPSILON), 20_000), np.asarray(probabilities(epsilon_greedy(EPSILON)), np.float64)
+    np.testing.assert_allclose(expected.sum(1), 1.0, rtol=1e-6)
+    np.testing.assert_array_equal(expected[~MASK], 0.0)
+    expected /= expected.sum(1, keepdims=True)  # a chi-square in float64 takes nothing less
+    for row in range(1, 6):
+        counts = np.bincount(actions[:, row], minlength=7)
+        np.testing.assert_array_equal(counts[~MASK[row]], 0)
+        assert scipy.stats.chisquare(counts[MASK[row]], 20_000 * expected[row, MASK[row]]).pvalue > 1e-3
+    np.testing.assert_array_equal(actions[:, 0], np.argmax(np.where(MASK[0], LOGITS[0], -np.inf)))  # epsilon 0
+    for row in (1, 5):  # epsilon 1
+        np.testing.assert_allclose(expected[row, MASK[row]], 1 / MASK[row].sum(), rtol=1e-6)
+
+
+def test_epsilon_may_be_one_number_for_all_rows():
+    one, many = epsilon_greedy(0.3), epsilon_greedy(jnp.full(6, 0.3))
+    np.testing.assert_array_equal(one.sample(jax.random.key(0)), many.sample(jax.random.key(0)))
+    np.testing.assert_array_equal(probabilities(one), probabilities(many))
+
+
+# Picking
+
+
+def test_pick_is_take_along_axis_in_value_and_gradient():
+    values, index = jnp.asarray(LOGITS).reshape(2, 3, 7), jnp.array([[0, 6, 3], [3, 1, 1]])
+    weights = jnp.arange(1.0, 7.0).reshape(2, 3)  # so that every element has a gradient of its own
+
+    def ours(values):
+        return jnp.sum(weights * pick(values, index)), pick(values, index)
+
+    def theirs(values):
+        picked = jnp.take_along_axis(values, index[..., None], -1)[..., 0]
+        return jnp.sum(weights * picked), picked
+
+    for function in (jnp.asarray, lambda values: mask_logits(values, jnp.asarray(MASK).reshape(2, 3, 7))):
+        a, b = jit(lambda x: [jax.grad(f, has_aux=True)(x) for f in (ours, theirs)])(function(values))
+        jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def test_pick_does_not_look_at_the_others():
+    values = jnp.array([[1.0, jnp.nan, jnp.inf], [-jnp.inf, 2.0, jnp.nan]])
+    np.testing.assert_array_equal(pick(values, jnp.array([0, 1])), [1.0, 2.0])
+
+
+# All five
 
 DISTRIBUTIONS = {
     "categorical": Categorical(jnp.asarray(LOGITS)),
+    "epsilon_greedy": epsilon_greedy(jnp.full(6, 0.5)),
     "multi_categorical": MultiCategorical(jnp.asarray(LOGITS), NVEC),
     "gaussian": Gaussian(*(np.full((6, 2), x, np.float32) for x in (1.0, -0.5, -1.0, 1.0))),
     "tanh_gaussian": TanhGaussian(*(np.full((6, 2), x, np.float32) for x in (1.0, -0.5, -1.0, 1.0))),
@@ -162,7 +236,7 @@ def test_a_sample_is_its_noise_transformed(name):
     distribution, key = DISTRIBUTIONS[name], jax.random.key(3)
     sample, again, mode = jit(lambda d: (d.sample(key), d.from_noise(d.noise(key)), d.mode()))(distribution)
     np.testing.assert_array_equal(sample, again)
-    assert sample.dtype == (jnp.int32 if "categorical" in name else jnp.float32)
+    assert sample.dtype == (jnp.float32 if "gaussian" in name else jnp.int32)
     assert log_prob(distribution, sample).shape == entropy(distribution).shape == (6,)
     assert mode.shape == sample.shape == to_action(distribution, sample).shape
 

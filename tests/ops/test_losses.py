@@ -78,3 +78,73 @@ def test_wrong_shapes_raise(odd):
     if odd < 2:
         with pytest.raises(AssertionError):
             losses.squared_error(*arrays[:2])
+
+
+# Three steps of four sequences, which count for 3, 2, 1 and no steps; what does not count is NaN.
+VALUES = np.array([[1.0, 2.0, 3.0, np.nan], [4.0, 6.0, np.nan, np.nan], [7.0, np.nan, np.nan, np.nan]], np.float32)
+MASK = np.isfinite(VALUES)
+KINDS = ["token", "sequence", "sequence-sum", "constant"]
+
+
+@pytest.mark.parametrize(
+    ("how", "max_length", "numerator", "denominator"),
+    [
+        ("token", None, 23.0, 6.0),
+        ("sequence", None, 11.0, 3.0),  # means of 4, 4 and 3; the empty sequence is none
+        ("sequence-sum", None, 23.0, 3.0),
+        ("constant", None, 23.0, 12.0),  # 4 sequences of up to 3 steps, the empty one too
+        ("constant", 10, 23.0, 40.0),
+        ("token", 10, 23.0, 6.0),
+    ],
+)
+def test_aggregates_by_hand(how, max_length, numerator, denominator):
+    result = losses.aggregate(jnp.asarray(VALUES), jnp.asarray(MASK), how, max_length)
+    assert [x.dtype for x in result] == [jnp.float32] * 2
+    np.testing.assert_array_equal(result, [numerator, denominator])
+
+
+@pytest.mark.parametrize("how", KINDS)
+def test_an_aggregate_is_the_mean_where_everything_counts(how):
+    values = np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32)
+    total, count = losses.aggregate(jnp.asarray(values), jnp.ones((5, 3), bool), how)
+    expected = values.sum(0).mean() if how == "sequence-sum" else values.mean()
+    assert total / count == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("how", "gradient"),
+    [
+        ("token", [[1, 1, 1, 0], [1, 1, 0, 0], [1, 0, 0, 0]]),
+        ("sequence", [[1 / 3, 1 / 2, 1, 0], [1 / 3, 1 / 2, 0, 0], [1 / 3, 0, 0, 0]]),
+        ("sequence-sum", [[1, 1, 1, 0], [1, 1, 0, 0], [1, 0, 0, 0]]),
+        ("constant", [[1, 1, 1, 0], [1, 1, 0, 0], [1, 0, 0, 0]]),
+    ],
+)
+def test_masked_steps_get_no_gradient(how, gradient):
+    result = jax.grad(lambda values: losses.aggregate(values, jnp.asarray(MASK), how)[0])(jnp.asarray(VALUES))
+    np.testing.assert_allclose(result, gradient, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("how", "denominator"), [("token", 0.0), ("sequence", 0.0), ("sequence-sum", 0.0), ("constant", 6.0)])
+def test_nothing_counts_for_nothing(how, denominator):
+    values = jnp.full((3, 2), jnp.nan)
+    numerator_of = jax.value_and_grad(lambda values: losses.aggregate(values, jnp.zeros((3, 2), bool), how), has_aux=True)
+    (numerator, count), gradient = numerator_of(values)
+    assert (numerator, count) == (0.0, denominator)
+    np.testing.assert_array_equal(gradient, np.zeros((3, 2)))
+
+
+@pytest.mark.parametrize("how", KINDS)
+def test_micro_batches_add_up_to_the_whole(how):
+    whole = losses.aggregate(jnp.asarray(VALUES), jnp.asarray(MASK), how)
+    parts = [losses.aggregate(jnp.asarray(VALUES[:, part]), jnp.asarray(MASK[:, part]), how) for part in ([3, 1], [0], [2])]
+    np.testing.assert_allclose(np.sum(parts, 0), whole, rtol=1e-6)
+
+
+def test_aggregates_of_an_unknown_kind_or_of_wrong_shapes_raise():
+    with pytest.raises(ValueError, match=r"how must be .* got 'mean'"):
+        losses.aggregate(jnp.zeros((3, 2)), jnp.ones((3, 2), bool), "mean")  # type: ignore[arg-type]
+    with pytest.raises(AssertionError):
+        losses.aggregate(jnp.zeros((3, 2)), jnp.ones((3, 1), bool), "token")
+    with pytest.raises(AssertionError):
+        losses.aggregate(jnp.zeros(3), jnp.ones(3, bool), "token")
