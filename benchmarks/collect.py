@@ -20,11 +20,20 @@ from rljax.experiment.statistics import bootstrap_interval, iqm
 HERE = Path(__file__).parent / "results"
 PAGE = Path(__file__).parent.parent / "docs" / "results.md"
 MARKER = "<!-- results -->"
-SPEED = """Environment steps a second of training, compilation apart, medians of rounds in which the contenders take turns
-(`benchmarks/speed/ppo.py`). `rljax` returns the training return alone, as the peers' programs do; `rljax-logged` computes and
-returns every metric. With several seeds rljax spreads them over two host devices, and the peers map theirs on one. rejax clips
-gradients by value and has no setting for Adam's epsilon; the peers need gymnax 0.0.9. Targets: one seed 1.3 times rejax and
-purejaxrl, eight seeds 1.7, 2,048 environments 1.2, Stable-Baselines3 30."""
+SPEED = """Environment steps a second of training, all seeds together, compilation apart: medians of rounds in which the
+contenders take turns (`benchmarks/speed/compare.py`). `rljax` returns the training return alone, as the peers' programs do, and
+`rljax-logged` computes and returns every metric. `rljax:8` has 8 seeds; several seeds are spread over two host devices. What is
+not equal is said in the docstrings of `benchmarks/speed/worker.py`. rejax and purejaxrl need gymnax 0.0.9."""
+# What is special about an algorithm; its file of speeds is shown if there is one.
+SPEED_OF = {
+    "ppo": """The peers map several seeds on one device. rejax clips gradients by value and has no setting for Adam's epsilon. The
+return is that of training, and of an evaluation for rejax and brax. Targets: one seed 1.3 times rejax and purejaxrl, eight seeds
+1.7, 2,048 environments 1.2, Stable-Baselines3 30.""",
+    "dqn": """One gradient step follows each step of all environments. Filling the buffer at first is not timed. The return is of
+32 episodes after training. rejax draws a batch without replacement, at a cost that grows with the buffer. Against SBX, both take
+Huber's loss and no double Q, as it does; its two layers have 120 units each.""",
+    "sac": """As for DQN. rejax and SBX update policy, critics and temperature one after the other, and rljax all at once.""",
+}
 # What to reach, greedy IQM over seeds, and whose figure it is.
 TARGETS = {
     "ppo_cartpole": ("500 within 500k", "rl-baselines3-zoo, PPO at 100k"),
@@ -53,23 +62,33 @@ def collect(path: str) -> None:
     (HERE / f"{info['name']}.json").write_text(json.dumps(data, indent=1) + "\n")
 
 
+def last_returns(data: dict) -> np.ndarray:
+    """Of the seeds that did not fail."""
+    failed = {failure["lane"] for failure in data["failed"]}
+    return np.array([lane[-1] for i, lane in enumerate(data["eval_returns"]) if i not in failed], float)
+
+
+def score(final: np.ndarray) -> str:
+    low, high = bootstrap_interval(final)
+    return f"**{iqm(final):.1f}** [{low:.1f}, {high:.1f}]"
+
+
 def row(data: dict) -> str:
     """A line of the table; a failed seed is named and left out of the IQM."""
-    failed = {failure["lane"] for failure in data["failed"]}
-    final = np.array([lane[-1] for i, lane in enumerate(data["eval_returns"]) if i not in failed], float)
-    low, high = bootstrap_interval(final)
+    final = last_returns(data)
     target, source = TARGETS.get(data["name"], ("", ""))
     failures = ", ".join(f"seed {failure['seed']}" for failure in data["failed"]) or "none"
     return (
         f"| {data['agent']} | {data['env']} | {data['steps_done']:,} | {len(final)} "
-        f"| **{iqm(final):.1f}** [{low:.1f}, {high:.1f}] | "
+        f"| {score(final)} | "
         f"{final.min():.1f} to {final.max():.1f} | {data['random']['return']:.1f} | {failures} | {target} | {source} |"
     )
 
 
 def write_page() -> None:
     """Replaces what follows the marker in docs/results.md."""
-    runs = [json.loads(path.read_text()) for path in sorted(HERE.glob("ppo_*.json"))]
+    paths = (path for path in sorted(HERE.glob("*.json")) if not path.name.startswith(("speed_", "brax_own_")))
+    runs = [json.loads(path.read_text()) for path in paths]
     lines = [
         "| agent | environment | steps per seed | seeds | IQM [95%] | range over seeds | random | failed | target | published |",
         "|---|---|---|---|---|---|---|---|---|---|",
@@ -88,40 +107,84 @@ def write_page() -> None:
             f"devices ({run['platform']}); Python {v['python']}, jax {v['jax']}, {run['finished'][:10]}. "
             f"Per-seed data: `benchmarks/results/{run['name']}.json`."
         )
-    lines += speed()
+    lines += brax_own() + speed()
     head = PAGE.read_text().split(MARKER)[0]
     PAGE.write_text(head + MARKER + "\n\n" + "\n".join(lines) + "\n")
 
 
-def speed() -> list[str]:
-    """The tables of benchmarks/speed/ppo.py."""
-    path = HERE / "speed_ppo.json"
-    if not path.exists():
+def brax_own() -> list[str]:
+    """The table of what benchmarks/brax_ppo.py measured, beside our runs of the same configs."""
+    lines = []
+    for path in sorted(HERE.glob("brax_own_*.json")):
+        data, ours = json.loads(path.read_text()), HERE / f"{path.stem.removeprefix('brax_own_')}.json"
+        seeds = data["seeds"].values()
+        final = np.array([seed["eval_returns"][-1] for seed in seeds])
+        steps = max(seed["eval_steps"][-1] for seed in seeds)
+        versions = ", ".join(f"{package} {version}" for package, version in data["versions"].items())
+        own = "- | - | -"
+        if ours.exists():
+            run = json.loads(ours.read_text())
+            own = f"{run['steps_done']:,} | {len(last_returns(run))} | {score(last_returns(run))}"
+        lines.append(f"| {data['config']} | {own} | {steps:,} | {len(final)} | {score(final)} | {versions} |")
+    if not lines:
         return []
-    lines = ["", "## Speed", "", SPEED]
-    for name, case in json.loads(path.read_text()).items():
-        s, machine = case["settings"], case["machine"]
-        many = f"{s['seeds']} seeds" if s["seeds"] > 1 else "one seed"
-        lines += [
-            "",
-            f"**{name}**: {s['env']}, {many}, {s['num_envs']:,} environments x {s['num_steps']} steps; {s['rounds']} rounds on "
-            f"{machine['cpus']} cores, {case['date'][:10]}.",
-            "",
-            "| | steps/s | range | rljax / it | compile | mean training return | versions |",
-            "|---|---|---|---|---|---|---|",
-        ]
-        for contender, data in case["contenders"].items():
-            rates = sorted(r["steps"] / r["seconds"] for r in data["rounds"])
-            ratios = [
-                ours["steps"] / ours["seconds"] * theirs["seconds"] / theirs["steps"]
-                for ours, theirs in zip(case["contenders"]["rljax"]["rounds"], data["rounds"], strict=True)
-            ]
-            versions = ", ".join(f"{package} {version}" for package, version in data["versions"].items())
-            lines.append(
-                f"| {contender} | {np.median(rates):,.0f} | {rates[0]:,.0f} to {rates[-1]:,.0f} "
-                f"| {np.median(ratios):.2f} | {data['compile_seconds']:.1f} s "
-                f"| {np.mean([r['mean_return'] for r in data['rounds']]):.0f} | {versions} |"
-            )
+    return [
+        "",
+        "## brax's own PPO",
+        "",
+        "brax's trainer at the settings of our configs; `benchmarks/brax_ppo.py` says what is not equal. IQM [95%] as above.",
+        "",
+        "| config | rljax: steps per seed | seeds | return | brax: steps per seed | seeds | return | versions |",
+        "|---|---|---|---|---|---|---|---|",
+        *lines,
+    ]
+
+
+def speed() -> list[str]:
+    """The tables of benchmarks/speed/compare.py."""
+    lines = []
+    for algo, text in SPEED_OF.items():
+        path = HERE / f"speed_{algo}.json"
+        if path.exists():
+            lines += ["", f"### {algo.upper()}", "", text]
+            for name, case in json.loads(path.read_text()).items():
+                lines += speed_case(name, case)
+    return ["", "## Speed", "", SPEED, *lines] if lines else []
+
+
+def counted(number: int, what: str) -> str:
+    return f"one {what}" if number == 1 else f"{number:,} {what}s"
+
+
+def speed_case(name: str, case: dict) -> list[str]:
+    """A table; ratios are taken within rounds."""
+    s, machine, contenders = case["settings"], case["machine"], case["contenders"]
+    seeds = [data.get("seeds", s["seeds"]) for data in contenders.values()]
+    first = next(data for contender, data in contenders.items() if contender.partition(":")[0] == "rljax")
+    base = np.array([r["steps"] / r["seconds"] for r in first["rounds"]])
+    many, ratio_name = counted(s["seeds"], "seed"), "rljax / it"
+    if len(set(seeds)) > 1:
+        many, ratio_name = f"{', '.join(map(str, seeds))} seeds", f"time / that of {counted(seeds[0], 'seed')}"
+    size = f" x {s['num_steps']} steps"
+    if "batch_size" in s:
+        size = f", layers {'-'.join(map(str, s['hidden']))}, batches of {s['batch_size']}"
+    lines = [
+        "",
+        f"**{name}**: {s['env']}, {many}, {counted(s['num_envs'], 'environment')}{size}; "
+        f"{counted(s['rounds'], 'round')} on {machine['cpus']} cores, {case['date'][:10]}.",
+        "",
+        f"| | steps/s | range | {ratio_name} | compile | mean return | versions |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for (contender, data), own_seeds in zip(contenders.items(), seeds, strict=True):
+        rates = np.array([r["steps"] / r["seconds"] for r in data["rounds"]])
+        ratio = np.median(base / rates) * own_seeds / seeds[0]
+        versions = ", ".join(f"{package} {version}" for package, version in data["versions"].items())
+        lines.append(
+            f"| {contender} | {np.median(rates):,.0f} | {rates.min():,.0f} to {rates.max():,.0f} "
+            f"| {ratio:.2f} | {data['compile_seconds']:.1f} s "
+            f"| {np.mean([r['mean_return'] for r in data['rounds']]):.0f} | {versions} |"
+        )
     return lines
 
 

@@ -1,9 +1,11 @@
-"""One contender of the PPO speed benchmark, as a process that `ppo.py` starts and keeps alive.
+"""One contender of the speed benchmark, as a process that `compare.py` starts and keeps alive.
 
 The process builds, compiles and warms up its training program, then answers each line `go SEED` on standard input with
 one JSON line: what one timed run did. Only the standard library is imported at the top, because every contender runs in
-its own environment. Evaluation is never inside the timed part.
+its own environment. Evaluation is never inside the timed part, and neither are the random steps that fill a replay buffer.
 """
+
+# pyright: reportMissingImports=false
 
 import dataclasses
 import functools
@@ -13,41 +15,102 @@ import sys
 import time
 from collections.abc import Callable
 from importlib import metadata
+from pathlib import Path
 from typing import Any, TextIO
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What is trained; equal for all contenders of a case."""
+    """What is trained, equal for all contenders of a case, and how. Hyper-parameters are named as in rljax's configs."""
 
+    algo: str = ""
     env: str = "CartPole-v1"  # or a name of brax, with `physics`
     physics: str = ""  # brax's backend
-    num_envs: int = 4
-    num_steps: int = 128
-    num_epochs: int = 4
-    num_minibatches: int = 4
-    updates: int = 1000
+    updates: int = 1000  # calls of rljax's `step`
     seeds: int = 1
-    hidden: tuple[int, ...] = (64, 64)
-    activation: str = "tanh"
-    learning_rate: float = 2.5e-4
-    adam_eps: float = 1e-5
-    discount: float = 0.99
-    gae_lambda: float = 0.95
-    clip: float = 0.2
-    entropy_coef: float = 0.01
-    value_coef: float = 0.5
-    max_grad_norm: float = 0.5
     continued: bool = False  # a round continues the training of the round before instead of starting afresh
     warmups: int = 1  # untimed runs before the first round
     rounds: int = 5
     devices: int = 2  # host devices that rljax spreads several seeds over
     purejaxrl: str = ""  # folder of a purejaxrl checkout
+    num_envs: int = 4
+    num_steps: int = 128
+    hidden: tuple[int, ...] = (64, 64)
+    activation: str = "relu"
+    learning_rate: float = 1e-3
+    adam_eps: float = 1e-8
+    discount: float = 0.99
 
     @property
     def steps(self) -> int:
         """Environment steps of one round, all seeds together."""
-        return self.seeds * self.updates * self.num_envs * self.num_steps
+        return self.seeds * self.steps_per_seed
+
+    @property
+    def steps_per_seed(self) -> int:
+        return self.updates * self.num_envs * self.num_steps
+
+    def hyper_parameters(self) -> dict[str, Any]:
+        """The fields that are the algorithm's."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if name not in NO_HYPER_PARAMETERS}
+
+
+NO_HYPER_PARAMETERS = (
+    "algo", "env", "physics", "updates", "seeds", "continued", "warmups", "rounds", "devices", "purejaxrl",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class PPO(Settings):
+    algo: str = "ppo"
+    activation: str = "tanh"
+    learning_rate: float = 2.5e-4
+    adam_eps: float = 1e-5
+    num_epochs: int = 4
+    num_minibatches: int = 4
+    gae_lambda: float = 0.95
+    clip: float = 0.2
+    entropy_coef: float = 0.01
+    value_coef: float = 0.5
+    max_grad_norm: float = 0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class OffPolicy(Settings):
+    """What DQN and SAC share. ``num_steps`` is rljax's alone: one gradient step follows each step of the environments."""
+
+    num_steps: int = 100
+    buffer_size: int = 10_000
+    learning_starts: int = 1_000  # random steps that fill the buffer at first
+    batch_size: int = 128
+    target_tau: float = 1.0
+    target_every: int = 1  # gradient steps
+
+
+@dataclasses.dataclass(frozen=True)
+class DQN(OffPolicy):
+    algo: str = "dqn"
+    num_envs: int = 10
+    hidden: tuple[int, ...] = (120, 84)
+    learning_rate: float = 5e-4
+    target_every: int = 100
+    epsilon_start: float = 1.0
+    epsilon_end: float = 0.05
+    exploration_fraction: float = 0.1
+    double: bool = True
+    huber_delta: float | None = None  # none: squared error
+
+
+@dataclasses.dataclass(frozen=True)
+class SAC(OffPolicy):
+    algo: str = "sac"
+    env: str = "Pendulum-v1"
+    num_envs: int = 1
+    batch_size: int = 256
+    target_tau: float = 0.005
+
+
+SETTINGS: dict[str, type[Settings]] = {"ppo": PPO, "dqn": DQN, "sac": SAC}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,8 +177,13 @@ def serve_train(
     parameters: Callable[[Any], Any],
     mean_return: Callable[[Any, Any], Any],
     packages: tuple[str, ...],
+    fill: Callable[[Any], Any] = lambda key: key,
 ) -> None:
-    """Serves a peer whose whole training is one function of a key: compiled by `jit`, several seeds by `vmap`."""
+    """Serves a peer whose whole training is one function: compiled by `jit`, several seeds by `vmap`.
+
+    Args:
+      train: of what ``fill`` makes of a key, which is not timed.
+    """
     import jax
 
     def keys(seed: int) -> jax.Array:
@@ -124,22 +192,35 @@ def serve_train(
 
     over_seeds = jax.vmap if s.seeds > 1 else lambda f: f
     timer = Timer()
-    program = jax.jit(over_seeds(train)).lower(keys(0)).compile()
+    begin = jax.jit(over_seeds(fill))
+    program = jax.jit(over_seeds(train)).lower(begin(keys(0))).compile()
     compile_seconds, _ = timer()
     evaluate = jax.jit(over_seeds(mean_return))
 
     def run(seed: int) -> Result:
-        key = jax.block_until_ready(keys(seed))
+        first = jax.block_until_ready(begin(keys(seed)))
         timer = Timer()
-        out = jax.block_until_ready(program(key))
+        out = jax.block_until_ready(program(first))
         wall, cpu = timer()
-        return Result(s.steps, wall, cpu, float(evaluate(out, key).mean()))
+        return Result(s.steps, wall, cpu, float(evaluate(out, keys(seed)).mean()))
 
     for warmup in range(s.warmups):
         run(warmup)
-    shapes = jax.eval_shape(train, jax.random.PRNGKey(0))
+    shapes = jax.eval_shape(lambda key: train(fill(key)), jax.random.PRNGKey(0))
     channel.ready(compile_seconds, count(parameters(shapes)), ("jax", *packages))
     channel.serve(run)
+
+
+def rljax_config(s: Settings) -> Any:
+    """The config of rljax's agent."""
+    from rljax.agents.base import agent_module
+
+    others: dict[str, Any] = {}
+    if isinstance(s, PPO):
+        others = {"clip_value": s.clip}
+    elif isinstance(s, DQN):
+        others = {"anneal_steps": s.steps_per_seed, "max_grad_norm": float("inf")}
+    return agent_module(s.algo).Config(**s.hyper_parameters(), **others)
 
 
 def run_rljax(s: Settings, channel: Channel, all_metrics: bool = False) -> None:
@@ -147,6 +228,10 @@ def run_rljax(s: Settings, channel: Channel, all_metrics: bool = False) -> None:
 
     Like the peers' programs it returns the training return alone, and XLA drops what computes the other metrics;
     "rljax-logged" returns all of them, as `rljax run` does.
+
+    Weights start orthogonal, those of rejax, SBX and brax as LeCun proposed. DQN's epsilon is constant within the 100 steps
+    of a call of `step`, and the norm of the gradient is computed although it is not bounded. SAC takes the gradients of its
+    three losses at once, from the same parameters. Both are evaluated greedily.
     """
     import jax
 
@@ -156,27 +241,12 @@ def run_rljax(s: Settings, channel: Channel, all_metrics: bool = False) -> None:
     from jax.sharding import Mesh, PartitionSpec
 
     import rljax
-    from rljax.agents import ppo
+    from rljax.agents import make_agent
+    from rljax.experiment.evaluation import evaluate_agent
 
-    config = ppo.Config(
-        num_envs=s.num_envs,
-        num_steps=s.num_steps,
-        num_epochs=s.num_epochs,
-        num_minibatches=s.num_minibatches,
-        hidden=tuple(s.hidden),
-        activation=s.activation,
-        learning_rate=s.learning_rate,
-        adam_eps=s.adam_eps,
-        discount=s.discount,
-        gae_lambda=s.gae_lambda,
-        clip=s.clip,
-        clip_value=s.clip,
-        value_coef=s.value_coef,
-        entropy_coef=s.entropy_coef,
-        max_grad_norm=s.max_grad_norm,
-    )
     env = rljax.make_env(f"brax/{s.env}", backend=s.physics) if s.physics else rljax.make_env(s.env)
-    agent = ppo.make(config, env)
+    agent = make_agent(rljax_config(s), env)
+    off_policy = isinstance(s, OffPolicy)
 
     def train(state: Any) -> Any:
         state, metrics = jax.lax.scan(lambda state, _: agent.step(state), state, length=s.updates)
@@ -200,15 +270,22 @@ def run_rljax(s: Settings, channel: Channel, all_metrics: bool = False) -> None:
     program = jax.jit(over_seeds(train), donate_argnums=0).lower(first).compile()
     compile_seconds, _ = timer()
     parameters = count(first.params) // s.seeds
+    evaluate = jax.jit(over_seeds(lambda state: evaluate_agent(agent, env, state, jax.random.key(1), 32, 1000).returns.mean()))
 
     def run(seed: int) -> Result:
         nonlocal first
         key = jax.block_until_ready(keys(seed))
         timer = Timer()
-        state, metrics, mean_return = program(first if s.continued else init(key))
+        state = first if s.continued else init(key)
+        if off_policy:  # `init` has filled the buffer
+            jax.block_until_ready(state)
+            timer = Timer()
+        state, metrics, mean_return = program(state)
         jax.block_until_ready((state, metrics))
         wall, cpu = timer()
         first = state
+        if off_policy:
+            mean_return = evaluate(state)
         return Result(s.steps, wall, cpu, float(mean_return.mean()))
 
     for warmup in range(s.warmups):
@@ -217,41 +294,78 @@ def run_rljax(s: Settings, channel: Channel, all_metrics: bool = False) -> None:
     channel.serve(run)
 
 
+def rejax_options(s: Settings) -> dict[str, Any]:
+    """What an algorithm of rejax takes besides what all take."""
+    if isinstance(s, PPO):
+        return dict(
+            num_steps=s.num_steps,
+            num_epochs=s.num_epochs,
+            num_minibatches=s.num_minibatches,
+            agent_kwargs={"hidden_layer_sizes": s.hidden, "activation": s.activation},
+            gae_lambda=s.gae_lambda,
+            clip_eps=s.clip,
+            vf_coef=s.value_coef,
+            ent_coef=s.entropy_coef,
+            max_grad_norm=s.max_grad_norm,
+        )
+    assert isinstance(s, OffPolicy)
+    options: dict[str, Any] = dict(
+        agent_kwargs={"activation": s.activation},
+        buffer_size=s.buffer_size,
+        fill_buffer=s.learning_starts - 1,  # the last step without learning
+        batch_size=s.batch_size,
+        polyak=1.0 - s.target_tau,
+        target_update_freq=s.target_every * s.num_envs,
+    )
+    if not isinstance(s, DQN):
+        return options | dict(hidden_layer_sizes=s.hidden)
+    assert s.huber_delta is None, "the loss is the squared error"
+    return options | dict(
+        ddqn=s.double, eps_start=s.epsilon_start, eps_end=s.epsilon_end, exploration_fraction=s.exploration_fraction
+    )
+
+
 def run_rejax(s: Settings, channel: Channel) -> None:
-    """rejax. It has no setting for Adam's epsilon (1e-8) and clips gradients by value at `max_grad_norm`."""
-    from rejax import PPO
+    """rejax. It has no setting for Adam's epsilon (1e-8), and clips PPO's gradients by value at `max_grad_norm`.
+
+    DQN and SAC draw a batch without replacement, at a cost that grows with the buffer, and take a time limit for a
+    terminal state. SAC fills the buffer with its first policy's actions, updates policy, critics and temperature one after
+    the other, and is evaluated with sampled actions; DQN takes a random action in 200 there.
+    """
+    import rejax
     from rejax.evaluate import evaluate
 
-    steps = s.updates * s.num_envs * s.num_steps
-    algo = PPO.create(
-        env=s.env,
-        num_envs=s.num_envs,
-        num_steps=s.num_steps,
-        num_epochs=s.num_epochs,
-        num_minibatches=s.num_minibatches,
-        agent_kwargs={"hidden_layer_sizes": s.hidden, "activation": s.activation},
-        learning_rate=s.learning_rate,
-        gamma=s.discount,
-        gae_lambda=s.gae_lambda,
-        clip_eps=s.clip,
-        vf_coef=s.value_coef,
-        ent_coef=s.entropy_coef,
-        max_grad_norm=s.max_grad_norm,
-        total_timesteps=steps,
-        eval_freq=steps,
-        skip_initial_evaluation=True,
-    )
-    algo = algo.replace(eval_callback=lambda algo, state, key: ())
+    def make(steps: int) -> Any:
+        algo = getattr(rejax, s.algo.upper()).create(
+            env=s.env,
+            num_envs=s.num_envs,
+            learning_rate=s.learning_rate,
+            gamma=s.discount,
+            total_timesteps=steps,
+            eval_freq=steps,
+            skip_initial_evaluation=True,
+            **rejax_options(s),
+        )
+        if isinstance(s, DQN):  # `create` has no setting for the layers
+            algo = algo.replace(agent=algo.agent.clone(hidden_layer_sizes=s.hidden))
+        return algo.replace(eval_callback=lambda algo, state, key: ())
+
+    algo = make(s.steps_per_seed)
 
     def mean_return(state: Any, key: Any) -> Any:
         _, returns = evaluate(algo.make_act(state), key, algo.env, algo.env_params, 32)
         return returns.mean()
 
+    if isinstance(s, OffPolicy):
+        start = make(s.learning_starts)
+        programs = dict(fill=lambda key: start.train(key)[0], train=lambda state: algo.train(train_state=state)[0])
+    else:
+        programs = dict(train=lambda key: algo.train(key)[0])
     serve_train(
         s,
         channel,
-        train=lambda key: algo.train(key)[0],
-        parameters=lambda state: (state.actor_ts.params, state.critic_ts.params),
+        **programs,
+        parameters=lambda state: [part.params for name, part in vars(state).items() if name.endswith("_ts")],
         mean_return=mean_return,
         packages=("rejax", "gymnax", "flax"),
     )
@@ -275,8 +389,9 @@ def one_at_a_time(orthogonal: Callable[[float], Callable[..., Any]]) -> Callable
 def run_purejaxrl(s: Settings, channel: Channel) -> None:
     """purejaxrl, from a checkout; only the mean return is kept of its per-step metrics, so that XLA drops the rest."""
     sys.path.insert(0, os.path.join(s.purejaxrl, "purejaxrl"))
-    import ppo  # purejaxrl's own module: the line above puts it before this folder's
+    import ppo  # a module of the checkout
 
+    assert isinstance(s, PPO)
     assert s.hidden == (64, 64), "purejaxrl's layers are fixed in its source"
     assert s.adam_eps == 1e-5, "so is Adam's epsilon"
     if s.seeds > 1:
@@ -318,17 +433,54 @@ def run_purejaxrl(s: Settings, channel: Channel) -> None:
     )
 
 
-def run_sb3(s: Settings, channel: Channel) -> None:
-    """stable-baselines3 on the CPU, its environments stepped in this process (the default and, here, the fastest)."""
-    import numpy as np
+def serve_model(
+    s: Settings,
+    channel: Channel,
+    fresh: Callable[[int], Any],
+    mean_return: Callable[[Any], Any],
+    parameters: int,
+    packages: tuple[str, ...],
+    fill: int = 0,
+) -> None:
+    """Serves a peer with the interface of stable-baselines3, on the CPU.
+
+    Its environments are stepped in this process (the default and, here, the fastest). One more warm-up than asked for, the
+    first, tells the compile time.
+
+    Args:
+      fresh: ``seed ->`` an untrained model.
+      fill: environment steps before the first gradient step, which are not timed.
+    """
     import torch
-    from stable_baselines3 import PPO
-    from stable_baselines3.common.env_util import make_vec_env
 
     torch.set_num_threads(1)  # as fast as more for layers of this size, and steadier
 
-    def make(seed: int) -> PPO:
-        return PPO(
+    def run(seed: int) -> Result:
+        model = fresh(seed)
+        if fill:
+            model.learn(fill)
+        timer = Timer()
+        model.learn(s.steps, reset_num_timesteps=not fill)
+        wall, cpu = timer()
+        assert model.num_timesteps == fill + s.steps
+        return Result(s.steps, wall, cpu, float(mean_return(model)))
+
+    seconds = [run(warmup).seconds for warmup in range(1 + s.warmups)]
+    channel.ready(max(seconds[0] - seconds[-1], 0.0), parameters, packages)
+    channel.serve(run)
+
+
+def run_sb3(s: Settings, channel: Channel) -> None:
+    """stable-baselines3's PPO."""
+    import numpy as np
+    import torch
+    from stable_baselines3 import PPO as Algorithm
+    from stable_baselines3.common.env_util import make_vec_env
+
+    assert isinstance(s, PPO)
+
+    def fresh(seed: int) -> Algorithm:
+        return Algorithm(
             "MlpPolicy",
             make_vec_env(s.env, n_envs=s.num_envs, seed=seed),
             learning_rate=s.learning_rate,
@@ -352,21 +504,77 @@ def run_sb3(s: Settings, channel: Channel) -> None:
             device="cpu",
         )
 
-    def run(seed: int) -> Result:
-        model = make(seed)
-        timer = Timer()
-        model.learn(s.steps)
-        wall, cpu = timer()
-        assert model.num_timesteps == s.steps
-        # The buffer keeps the last 100 episodes.
-        returns = [episode["r"] for episode in model.ep_info_buffer or ()]
-        return Result(s.steps, wall, cpu, float(np.mean(returns)))
+    serve_model(
+        s,
+        channel,
+        fresh,
+        mean_return=lambda model: np.mean([episode["r"] for episode in model.ep_info_buffer]),  # of the last 100 episodes
+        parameters=sum(p.numel() for p in fresh(0).policy.parameters()),
+        packages=("stable_baselines3", "torch", "gymnasium"),
+    )
 
-    for warmup in range(s.warmups):
-        run(warmup)
-    parameters = sum(p.numel() for p in make(0).policy.parameters())
-    channel.ready(0.0, parameters, ("stable_baselines3", "torch", "gymnasium"))
-    channel.serve(run)
+
+def run_sbx(s: Settings, channel: Channel) -> None:
+    """SBX: stable-baselines3 with networks and gradient steps in JAX, environments and buffer in NumPy.
+
+    A new model would compile anew, so that each round gives the same model its first parameters back.
+
+    DQN has as many units in the second layer as in the first, always uses Huber's loss, is never double, and decides with
+    one draw whether all environments explore. SAC updates critics, target critics, policy and temperature one after the
+    other.
+    """
+    import jax
+    import sbx
+    from stable_baselines3.common.env_util import make_vec_env
+    from stable_baselines3.common.evaluation import evaluate_policy
+
+    assert isinstance(s, OffPolicy)
+    own: dict[str, Any] = {}
+    if isinstance(s, DQN):
+        assert s.huber_delta == 1.0 and not s.double, "fixed in its source"
+        own = dict(
+            target_update_interval=s.target_every * s.num_envs,
+            exploration_initial_eps=s.epsilon_start,
+            exploration_final_eps=s.epsilon_end,
+            exploration_fraction=s.exploration_fraction,
+        )
+    model = getattr(sbx, s.algo.upper())(
+        "MlpPolicy",
+        make_vec_env(s.env, n_envs=s.num_envs),
+        learning_rate=s.learning_rate,
+        buffer_size=s.buffer_size,
+        learning_starts=s.learning_starts,
+        batch_size=s.batch_size,
+        tau=s.target_tau,
+        gamma=s.discount,
+        train_freq=1,
+        gradient_steps=1,
+        policy_kwargs={
+            "net_arch": list(s.hidden),
+            "activation_fn": getattr(jax.nn, s.activation),
+            "optimizer_kwargs": {"eps": s.adam_eps},
+        },
+        **own,
+    )
+    places = (model, model.policy)
+    initial = [(place, name, value) for place in places for name, value in vars(place).items() if name.endswith("_state")]
+
+    def fresh(seed: int) -> Any:
+        for place, name, value in initial:
+            setattr(place, name, value)
+        model.replay_buffer.reset()
+        model.set_random_seed(seed)
+        return model
+
+    serve_model(
+        s,
+        channel,
+        fresh,
+        mean_return=lambda model: evaluate_policy(model, model.get_env(), n_eval_episodes=32)[0],
+        parameters=count([value.params for _, _, value in initial]),
+        packages=("sbx-rl", "stable_baselines3", "jax", "flax", "gymnasium"),
+        fill=s.learning_starts,
+    )
 
 
 def run_brax(s: Settings, channel: Channel) -> None:
@@ -376,24 +584,8 @@ def run_brax(s: Settings, channel: Channel) -> None:
     progress callback. The seconds are those that the trainer gives for the epoch. It has no setting for Adam's epsilon
     (1e-8), and computes values and advantages anew in every gradient step.
     """
-    import functools
-
-    import jax
-
-    if not hasattr(jax, "device_put_replicated"):  # gone from newer jax, and all that the trainer misses there
-
-        def device_put_replicated(tree: Any, devices: list[Any]) -> Any:
-            mesh = jax.sharding.Mesh(devices, ("i",))
-            sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("i"))
-            stack = lambda x: jax.numpy.stack([x] * len(devices))  # noqa: E731
-            return jax.device_put(jax.tree.map(stack, tree), sharding)
-
-        jax.device_put_replicated = device_put_replicated  # type: ignore[attr-defined]
-
-    from brax import envs
-    from brax.training.agents.ppo import networks
-    from brax.training.agents.ppo import train as ppo
-    from flax import linen
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    import brax_trainer
 
     epochs = s.warmups + s.rounds
     assert s.warmups == 2, "the first of two warm-ups tells the compile time"
@@ -406,7 +598,7 @@ def run_brax(s: Settings, channel: Channel) -> None:
         nonlocal parameters, cpu
         parameters, cpu = count(params[1:]), timer()[1]
 
-    def after_evaluation(step: int, metrics: dict[str, Any]) -> None:
+    def after_evaluation(step: int, metrics: Any) -> None:
         nonlocal timer
         if step == 0:
             return
@@ -419,38 +611,15 @@ def run_brax(s: Settings, channel: Channel) -> None:
             channel.wait()
         timer = Timer()
 
-    ppo.train(
-        environment=envs.get_environment(s.env, backend=s.physics),
-        num_timesteps=epochs * s.steps,
-        max_devices_per_host=1,
-        num_envs=s.num_envs,
-        episode_length=1000,
-        learning_rate=s.learning_rate,
-        entropy_cost=s.entropy_coef,
-        discounting=s.discount,
-        unroll_length=s.num_steps,
-        batch_size=s.num_envs // s.num_minibatches,
-        num_minibatches=s.num_minibatches,
-        num_updates_per_batch=s.num_epochs,
-        normalize_observations=False,
-        clipping_epsilon=s.clip,
-        clipping_epsilon_value=s.clip,
-        gae_lambda=s.gae_lambda,
-        max_grad_norm=s.max_grad_norm,
-        normalize_advantage=True,
-        vf_loss_coefficient=s.value_coef,
-        network_factory=functools.partial(
-            networks.make_ppo_networks,
-            policy_hidden_layer_sizes=s.hidden,
-            value_hidden_layer_sizes=s.hidden,
-            activation=getattr(linen, s.activation),
-            distribution_type="normal",
-            noise_std_type="log",
-        ),
-        num_evals=epochs + 1,
-        num_eval_envs=16,
+    brax_trainer.train(
+        rljax_config(s),
+        env=s.env,
+        env_params={"backend": s.physics},
+        steps=epochs * s.steps,
+        evaluations=epochs,
+        episodes=16,
+        after_evaluation=after_evaluation,
         policy_params_fn=after_epoch,
-        progress_fn=after_evaluation,
     )
 
 
@@ -460,6 +629,7 @@ CONTENDERS: dict[str, Callable[[Settings, Channel], None]] = {
     "rejax": run_rejax,
     "purejaxrl": run_purejaxrl,
     "sb3": run_sb3,
+    "sbx": run_sbx,
     "brax": run_brax,
 }
 
@@ -467,7 +637,7 @@ CONTENDERS: dict[str, Callable[[Settings, Channel], None]] = {
 def main() -> None:
     contender, settings = sys.argv[1:]
     fields = json.loads(settings)
-    CONTENDERS[contender](Settings(**{**fields, "hidden": tuple(fields["hidden"])}), Channel())
+    CONTENDERS[contender](SETTINGS[fields["algo"]](**{**fields, "hidden": tuple(fields["hidden"])}), Channel())
 
 
 if __name__ == "__main__":

@@ -1,20 +1,24 @@
-"""Speed of PPO against peers: environment steps a second in training, at equal settings, on one machine.
+"""Speed against peers: environment steps a second in training, at equal settings, on one machine.
 
-    python benchmarks/speed/ppo.py                                     # rljax and brax's trainer alone
-    python benchmarks/speed/ppo.py --rejax-python VENV/bin/python \\
-        --sb3-python VENV/bin/python --purejaxrl-python VENV/bin/python --purejaxrl CHECKOUT
-    python benchmarks/speed/ppo.py --case small-1seed --rounds 3
+    python benchmarks/speed/compare.py                                     # rljax and brax's trainer alone
+    python benchmarks/speed/compare.py --rejax-python VENV/bin/python --sb3-python VENV/bin/python \\
+        --sbx-python VENV/bin/python --purejaxrl-python VENV/bin/python --purejaxrl CHECKOUT
+    python benchmarks/speed/compare.py --case dqn dqn-seeds --rounds 3
 
 Each peer runs in an environment of its own, since they need other versions of the same packages:
 
     python -m venv VENV && VENV/bin/pip install -r benchmarks/speed/requirements-rejax.txt
 
-and so with `requirements-sb3.txt` and `requirements-purejaxrl.txt`. purejaxrl is no package: clone its repository and
+and so with the other `requirements-*.txt`. purejaxrl is no package: clone its repository and
 give the folder. brax's trainer runs in rljax's own environment. A peer that is not given is left out.
 
 Every contender is a process that compiles and warms up first, and then trains once a round; the contenders take turns,
 in an order that is reversed every other round, and only one runs at a time. The ratio is taken within each round, so
-that a machine whose speed drifts favours nobody. Evaluation and logging are outside the timed part.
+that a machine whose speed drifts favours nobody. Evaluation, logging and the random steps that fill a replay buffer are
+outside the timed part.
+
+The results of an algorithm are kept in `benchmarks/results/speed_ALGORITHM.json`, from which `benchmarks/collect.py` writes
+its tables.
 
 What could not be made equal is said in the docstrings of `worker.py`.
 """
@@ -34,7 +38,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from worker import Settings
+from worker import DQN, PPO, SAC, Settings
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -42,25 +46,27 @@ ROOT = HERE.parents[1]
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Contenders, the first of which the others are compared with, and what they train; `updates` where one differs."""
+    """Contenders, the first of which the others are compared with, and what they train; `updates` where one differs.
+
+    A contender is a name of `worker.py`, and "rljax:8" is rljax with 8 seeds.
+    """
 
     contenders: tuple[str, ...]
     settings: Settings
     updates: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
-SMALL = Settings()
+PPO_PEERS = ("rljax", "rljax-logged", "rejax", "purejaxrl")
+PEERS = ("rejax", "sb3", "sbx", "purejaxrl")  # each in an environment of its own
+SEEDS = ("rljax:1", "rljax:8", "rljax:32")
 CASES = {
-    "small-1seed": Case(("rljax", "rljax-logged", "rejax", "purejaxrl"), SMALL),
-    "small-8seeds": Case(("rljax", "rljax-logged", "rejax", "purejaxrl"), dataclasses.replace(SMALL, seeds=8)),
-    "large": Case(
-        ("rljax", "rljax-logged", "rejax", "purejaxrl"), dataclasses.replace(SMALL, num_envs=2048, num_steps=16, updates=64)
-    ),
-    "sb3": Case(("rljax", "sb3"), SMALL, {"sb3": 40}),
+    "small-1seed": Case(PPO_PEERS, PPO()),
+    "small-8seeds": Case(PPO_PEERS, PPO(seeds=8)),
+    "large": Case(PPO_PEERS, PPO(num_envs=2048, num_steps=16, updates=64)),
+    "sb3": Case(("rljax", "sb3"), PPO(), {"sb3": 40}),
     "brax": Case(
         ("rljax", "brax"),
-        dataclasses.replace(
-            SMALL,
+        PPO(
             env="inverted_pendulum",
             physics="spring",
             num_envs=256,
@@ -71,7 +77,18 @@ CASES = {
             warmups=2,
         ),
     ),
+    "dqn": Case(("rljax", "rljax-logged", "rejax"), DQN(updates=200)),
+    "dqn-sbx": Case(("rljax", "sbx"), DQN(updates=200, double=False, huber_delta=1.0), {"sbx": 20}),
+    "dqn-seeds": Case(SEEDS, DQN(updates=50)),
+    "sac-64": Case(("rljax", "rljax-logged", "rejax", "sbx"), SAC(updates=100), {"sbx": 30}),
+    "sac-256": Case(("rljax", "rljax-logged", "rejax", "sbx"), SAC(updates=20, hidden=(256, 256))),
+    "sac-seeds": Case(SEEDS, SAC(updates=20)),
 }
+
+
+def program(contender: str) -> str:
+    """The contender's name in `worker.py`."""
+    return contender.partition(":")[0]
 
 
 class WorkerError(RuntimeError):
@@ -84,11 +101,11 @@ class Worker:
     def __init__(self, name: str, python: str, settings: Settings, timeout: float):
         self.name, self._timeout = name, timeout
         environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # several processes may share a GPU
-        if name.startswith("rljax"):
+        if name.startswith(("rljax", "brax")):
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (lives as long as the process)
         self._process = subprocess.Popen(
-            [python, str(HERE / "worker.py"), name, json.dumps(dataclasses.asdict(settings))],
+            [python, str(HERE / "worker.py"), program(name), json.dumps(dataclasses.asdict(settings))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -146,17 +163,18 @@ def measure(case: Case, pythons: dict[str, str], options: argparse.Namespace) ->
         contenders.pop(name, None)
 
     try:
-        for name in (name for name in case.contenders if name in pythons):
+        for name in (name for name in case.contenders if program(name) in pythons):
             settings = dataclasses.replace(
                 case.settings,
                 updates=max(10, round(case.updates.get(name, case.settings.updates) * options.scale)),
+                seeds=int(name.partition(":")[2] or case.settings.seeds),
                 rounds=options.rounds,
                 devices=options.devices,
                 purejaxrl=options.purejaxrl,
             )
-            workers[name] = Worker(name, pythons[name], settings, options.timeout)
+            workers[name] = Worker(name, pythons[program(name)], settings, options.timeout)
             try:
-                contenders[name] = {**workers[name].receive(), "rounds": []}
+                contenders[name] = {**workers[name].receive(), "seeds": settings.seeds, "rounds": []}
                 print(f"  {name} is ready", file=sys.stderr)
             except WorkerError as error:
                 drop(name, error)
@@ -175,10 +193,16 @@ def measure(case: Case, pythons: dict[str, str], options: argparse.Namespace) ->
     return {"settings": shown, "host_devices_of_rljax": options.devices, "contenders": contenders}
 
 
-def summarize(contenders: dict[str, dict[str, Any]]) -> None:
-    """Adds each contender's summary; `ratio` is how many times faster the first contender was."""
+def summarize(contenders: dict[str, dict[str, Any]], first: str) -> None:
+    """Adds each contender's summary; `ratio` is how many times longer than ``first`` it takes for a step of one seed."""
     rates = {name: [r["steps"] / r["seconds"] for r in c["rounds"]] for name, c in contenders.items()}
-    base = rates.get("rljax")
+
+    def ratio(name: str) -> float | None:
+        if first not in contenders:
+            return None
+        ratios = (base / rate for base, rate in zip(rates[first], rates[name], strict=True))
+        return statistics.median(ratios) * contenders[name]["seeds"] / contenders[first]["seeds"]
+
     for name, contender in contenders.items():
         rounds = contender["rounds"]
         contender["summary"] = {
@@ -187,12 +211,12 @@ def summarize(contenders: dict[str, dict[str, Any]]) -> None:
             "max": max(rates[name]),
             "cores_used": statistics.median(r["cpu_seconds"] / r["seconds"] for r in rounds),
             "mean_return": statistics.mean(r["mean_return"] for r in rounds),
-            "ratio": statistics.median(b / r for b, r in zip(base, rates[name], strict=True)) if base else None,
+            "ratio": ratio(name),
         }
 
 
 def table(case: str, contenders: dict[str, dict[str, Any]]) -> str:
-    head = ["contender", "steps/s", "min..max", "rljax/it", "compile s", "cores", "return", "steps", "parameters"]
+    head = ["contender", "steps/s", "min..max", "time x", "compile s", "cores", "return", "steps", "parameters"]
     rows = [head]
     for name, contender in contenders.items():
         s = contender["summary"]
@@ -201,7 +225,7 @@ def table(case: str, contenders: dict[str, dict[str, Any]]) -> str:
                 name,
                 f"{s['steps_per_second']:,.0f}",
                 f"{s['min']:,.0f}..{s['max']:,.0f}",
-                "-" if s["ratio"] is None or name == "rljax" else f"{s['ratio']:.2f}",
+                "-" if s["ratio"] is None else f"{s['ratio']:.2f}",
                 f"{contender['compile_seconds']:.1f}",
                 f"{s['cores_used']:.2f}",
                 f"{s['mean_return']:.0f}",
@@ -218,35 +242,36 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", nargs="+", choices=CASES, default=list(CASES), help="default: all")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--rejax-python", metavar="PYTHON", help="interpreter that has rejax")
-    parser.add_argument("--sb3-python", metavar="PYTHON", help="interpreter that has stable-baselines3")
-    parser.add_argument("--purejaxrl-python", metavar="PYTHON", help="interpreter that has what purejaxrl needs")
+    for peer in PEERS:
+        parser.add_argument(f"--{peer}-python", metavar="PYTHON", help=f"interpreter that has what {peer} needs")
     parser.add_argument("--purejaxrl", metavar="PATH", default="", help="checkout of purejaxrl")
     parser.add_argument("--devices", type=int, default=2, help="host devices of rljax with several seeds (default 2)")
     parser.add_argument("--scale", type=float, default=1.0, help="factor on the length of a round, to try things out")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds to wait for a contender's next message")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "speed_ppo.json")
+    parser.add_argument("--out", type=Path, help="one file for all results")
     options = parser.parse_args()
 
-    pythons = {"rljax": sys.executable, "rljax-logged": sys.executable, "brax": sys.executable}
-    pythons |= {"rejax": options.rejax_python, "sb3": options.sb3_python}
+    if bool(options.purejaxrl) != bool(options.purejaxrl_python):
+        parser.error("--purejaxrl and --purejaxrl-python belong together")
     if options.purejaxrl:
         options.purejaxrl = str(Path(options.purejaxrl).resolve())
-        pythons["purejaxrl"] = options.purejaxrl_python or sys.executable
-    pythons = {name: python for name, python in pythons.items() if python}
+    pythons = {"rljax": sys.executable, "rljax-logged": sys.executable, "brax": sys.executable}
+    pythons |= {peer: python for peer in PEERS if (python := getattr(options, f"{peer}_python"))}
 
-    report = json.loads(options.out.read_text()) if options.out.exists() else {}
     for name in options.case:
         print(name, file=sys.stderr)
-        result = measure(CASES[name], pythons, options)
-        summarize(result["contenders"])
+        case = CASES[name]
+        result = measure(case, pythons, options)
+        summarize(result["contenders"], case.contenders[0])
         print(table(name, result["contenders"]), flush=True)
         system = f"{platform.system()} {platform.machine()}"
         machine = {"cpus": os.cpu_count(), "system": system, "python": platform.python_version()}
         date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        out = options.out or ROOT / "benchmarks" / "results" / f"speed_{case.settings.algo}.json"
+        report = json.loads(out.read_text()) if out.exists() else {}
         report[name] = {"date": date, "machine": machine, **result}
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(report, indent=1) + "\n")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":
