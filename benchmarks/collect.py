@@ -149,7 +149,31 @@ def speed() -> list[str]:
             lines += ["", f"### {algo.upper()}", "", text]
             for name, case in json.loads(path.read_text()).items():
                 lines += speed_case(name, case)
-    return ["", "## Speed", "", SPEED, *lines] if lines else []
+    return ["", "## Speed", "", SPEED, *lines, *cost_of_seeds()] if lines else []
+
+
+def cost_of_seeds() -> list[str]:
+    """The table of benchmarks/speed/seeds.py."""
+    path = HERE / "speed_seeds.json"
+    if not path.exists():
+        return []
+    lines = [
+        "",
+        "### Many seeds",
+        "",
+        "Time of 8 and of 32 seeds over that of one, with the program of `rljax run`, evaluation and compilation apart",
+        "(`benchmarks/speed/seeds.py`). One seed keeps one core busy; more are spread over the host devices.",
+        "",
+        "| config | agent | steps/s, one seed | 8 seeds | 32 seeds | steps/s, 32 seeds | devices |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, data in json.loads(path.read_text()).items():
+        cost, rate = data["cost_over_one_seed"], data["steps_per_second"]
+        lines.append(
+            f"| {name} | {data['agent']} | {rate['1']:,.0f} | {cost['8']:.1f} | {cost['32']:.1f} | {rate['32']:,.0f} "
+            f"| {data['devices']} |"
+        )
+    return lines
 
 
 def counted(number: int, what: str) -> str:

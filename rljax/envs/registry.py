@@ -68,7 +68,7 @@ def make_env(name: str, *, time_limit: int | None = None, reward_scale: float | 
       name: a gymnax name (``"CartPole-v1"``), ``"brax/ant"``, a registered name, or ``"package.module:attribute"`` /
         ``"path/file.py:attribute"`` for a callable of the user's own that returns an environment.
       time_limit: truncates episodes after this many steps, on top of the environment's own limit.
-      reward_scale: multiplies every reward.
+      reward_scale: multiplies every reward. An experiment evaluates without it.
       **kwargs: the environment's parameters; `env_parameters` lists them. Numbers may be traced.
 
     Raises:

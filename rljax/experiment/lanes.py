@@ -105,7 +105,8 @@ def build(experiment: Experiment, devices: list[Any] | None = None) -> Program:
 
     def evaluate(lane: Any, state: Any) -> Evaluation:
         traces["evaluate"] += 1
-        env, agent = bind(lane)
+        _, agent = bind(lane)
+        env = make_env(experiment.env, **_of_evaluation({**experiment.env_params, **lane[2]}))
         return evaluate_agent(agent, env, state, evaluation_key(experiment), experiment.eval_episodes, experiment.eval_max_steps)
 
     lanes = _stack(experiment)
@@ -148,12 +149,17 @@ def evaluation_key(experiment: Experiment) -> Array:
 def evaluate_random(experiment: Experiment) -> Evaluation:
     """The random policy on the evaluation episodes (of the first setting, where environment parameters are swept)."""
     swept = {key[11:]: values[0] for key, values in experiment.sweep.items() if key.startswith("env_params.")}
-    env = make_env(experiment.env, **{**experiment.env_params, **swept})
+    env = make_env(experiment.env, **_of_evaluation({**experiment.env_params, **swept}))
     agent = random_agent(env)
     key = evaluation_key(experiment)
     return jax.jit(
         lambda: evaluate_agent(agent, env, (), key, experiment.eval_episodes, experiment.eval_max_steps, greedy=False)
     )()
+
+
+def _of_evaluation(env_params: dict[str, Any]) -> dict[str, Any]:
+    """Rewards are scaled for learning alone: returns of different scales are compared in the environment's own units."""
+    return {key: value for key, value in env_params.items() if key != "reward_scale"}
 
 
 def _steps(bind: Callable[[Any], tuple[Environment, Agent]], lane: Any) -> tuple[int, int]:

@@ -1,0 +1,76 @@
+"""The cost of many seeds over one: seconds that the very program of `rljax run` takes for 1, 8 and 32 seeds.
+
+    python benchmarks/speed/seeds.py experiments/dqn_cartpole.toml experiments/sac_pendulum.toml ...
+
+For each config the chunks of the three programs take turns; compilation is apart. Writes benchmarks/results/speed_seeds.json.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import json
+import os
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from rljax.experiment.devices import prepare
+
+SEEDS = (1, 8, 32)
+OUT = Path(__file__).resolve().parents[1] / "results" / "speed_seeds.json"
+
+
+def measure(config: str, rounds: int) -> dict[str, Any]:
+    """Median seconds of a chunk, a fifth of the config's steps, for each number of seeds."""
+    import jax
+
+    from rljax.experiment import load
+    from rljax.experiment.lanes import build
+
+    experiment = dataclasses.replace(load(config), evals=1)
+    programs = {}
+    for count in SEEDS:
+        program = build(dataclasses.replace(experiment, seeds=tuple(range(count))))
+        states = program.init(program.lanes)
+        states, *_ = jax.block_until_ready(program.chunk(program.lanes, states))
+        programs[count] = (program, states)
+    times: dict[int, list[float]] = {count: [] for count in SEEDS}
+    for _ in range(rounds):
+        for count, (program, states) in programs.items():
+            began = time.perf_counter()
+            states, *_ = jax.block_until_ready(program.chunk(program.lanes, states))
+            times[count].append(time.perf_counter() - began)
+            programs[count] = (program, states)
+    program = programs[1][0]
+    steps = program.updates_per_chunk * program.env_steps
+    medians = {count: statistics.median(values) for count, values in times.items()}
+    return {
+        "agent": experiment.algo_name,
+        "env": experiment.env,
+        "steps_of_a_chunk": steps,
+        "seconds": times,
+        "steps_per_second": {count: count * steps / medians[count] for count in SEEDS},
+        "cost_over_one_seed": {count: medians[count] / medians[1] for count in SEEDS},
+        "devices": len(jax.devices()),
+        "cpus": os.cpu_count(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("configs", nargs="+")
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args()
+    prepare()
+    report = json.loads(OUT.read_text()) if OUT.exists() else {}
+    for config in arguments.configs:
+        report[Path(config).stem] = result = measure(config, arguments.rounds)
+        costs = ", ".join(f"{count}: {cost:.2f}" for count, cost in result["cost_over_one_seed"].items())
+        print(f"{Path(config).stem}: {result['steps_per_second'][1]:,.0f} steps/s with one seed; cost over one seed {costs}", flush=True)
+        OUT.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
