@@ -1,5 +1,5 @@
 """Pure arithmetic on arrays; imports nothing else of ours."""
 
-from rljax.ops import kl, losses, normalization, returns
+from rljax.ops import groups, kl, losses, normalization, replay, returns, schedules
 
-__all__ = ["kl", "losses", "normalization", "returns"]
+__all__ = ["groups", "kl", "losses", "normalization", "replay", "returns", "schedules"]
