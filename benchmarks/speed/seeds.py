@@ -68,7 +68,10 @@ def main() -> None:
     for config in arguments.configs:
         report[Path(config).stem] = result = measure(config, arguments.rounds)
         costs = ", ".join(f"{count}: {cost:.2f}" for count, cost in result["cost_over_one_seed"].items())
-        print(f"{Path(config).stem}: {result['steps_per_second'][1]:,.0f} steps/s with one seed; cost over one seed {costs}", flush=True)
+        print(
+            f"{Path(config).stem}: {result['steps_per_second'][1]:,.0f} steps/s with one seed; cost over one seed {costs}",
+            flush=True,
+        )
         OUT.write_text(json.dumps(report, indent=1) + "\n")
 
 

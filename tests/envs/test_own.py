@@ -39,7 +39,7 @@ def test_moves_by_hand(before, action, reward, over):
         np.testing.assert_array_equal(timestep.observation, np.concatenate([state == 1, state == -1]))
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def best(position):
     """Expected reward of the best play from a position with the agent to move, by enumeration."""
 
