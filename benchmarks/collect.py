@@ -22,8 +22,8 @@ PAGE = Path(__file__).parent.parent / "docs" / "results.md"
 MARKER = "<!-- results -->"
 SPEED = """Environment steps a second of training, all seeds together, compilation apart: medians of rounds in which the
 contenders take turns (`benchmarks/speed/compare.py`). `rljax` returns the training return alone, as the peers' programs do, and
-`rljax-logged` computes and returns every metric. `rljax:8` has 8 seeds; several seeds are spread over two host devices. What is
-not equal is said in the docstrings of `benchmarks/speed/worker.py`. rejax and purejaxrl need gymnax 0.0.9."""
+`rljax-logged` computes and returns every metric. Several seeds are spread over two host devices. What is not
+equal is said in the docstrings of `benchmarks/speed/worker.py`. rejax and purejaxrl need gymnax 0.0.9."""
 # What is special about an algorithm; its file of speeds is shown if there is one.
 SPEED_OF = {
     "ppo": """The peers map several seeds on one device. rejax clips gradients by value and has no setting for Adam's epsilon. The
@@ -183,26 +183,21 @@ def counted(number: int, what: str) -> str:
 def speed_case(name: str, case: dict) -> list[str]:
     """A table; ratios are taken within rounds."""
     s, machine, contenders = case["settings"], case["machine"], case["contenders"]
-    seeds = [data.get("seeds", s["seeds"]) for data in contenders.values()]
-    first = next(data for contender, data in contenders.items() if contender.partition(":")[0] == "rljax")
-    base = np.array([r["steps"] / r["seconds"] for r in first["rounds"]])
-    many, ratio_name = counted(s["seeds"], "seed"), "rljax / it"
-    if len(set(seeds)) > 1:
-        many, ratio_name = f"{', '.join(map(str, seeds))} seeds", f"time / that of {counted(seeds[0], 'seed')}"
+    base = np.array([r["steps"] / r["seconds"] for r in contenders["rljax"]["rounds"]])
     size = f" x {s['num_steps']} steps"
     if "batch_size" in s:
         size = f", layers {'-'.join(map(str, s['hidden']))}, batches of {s['batch_size']}"
     lines = [
         "",
-        f"**{name}**: {s['env']}, {many}, {counted(s['num_envs'], 'environment')}{size}; "
+        f"**{name}**: {s['env']}, {counted(s['seeds'], 'seed')}, {counted(s['num_envs'], 'environment')}{size}; "
         f"{counted(s['rounds'], 'round')} on {machine['cpus']} cores, {case['date'][:10]}.",
         "",
-        f"| | steps/s | range | {ratio_name} | compile | mean return | versions |",
+        "| | steps/s | range | rljax / it | compile | mean return | versions |",
         "|---|---|---|---|---|---|---|",
     ]
-    for (contender, data), own_seeds in zip(contenders.items(), seeds, strict=True):
+    for contender, data in contenders.items():
         rates = np.array([r["steps"] / r["seconds"] for r in data["rounds"]])
-        ratio = np.median(base / rates) * own_seeds / seeds[0]
+        ratio = np.median(base / rates)
         versions = ", ".join(f"{package} {version}" for package, version in data["versions"].items())
         lines.append(
             f"| {contender} | {np.median(rates):,.0f} | {rates.min():,.0f} to {rates.max():,.0f} "

@@ -3,7 +3,7 @@
     python benchmarks/speed/compare.py                                     # rljax and brax's trainer alone
     python benchmarks/speed/compare.py --rejax-python VENV/bin/python --sb3-python VENV/bin/python \\
         --sbx-python VENV/bin/python --purejaxrl-python VENV/bin/python --purejaxrl CHECKOUT
-    python benchmarks/speed/compare.py --case dqn dqn-seeds --rounds 3
+    python benchmarks/speed/compare.py --case dqn sac-64 --rounds 3
 
 Each peer runs in an environment of its own, since they need other versions of the same packages:
 
@@ -46,10 +46,7 @@ ROOT = HERE.parents[1]
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Contenders, the first of which the others are compared with, and what they train; `updates` where one differs.
-
-    A contender is a name of `worker.py`, and "rljax:8" is rljax with 8 seeds.
-    """
+    """Contenders, the first of which the others are compared with, and what they train; `updates` where one differs."""
 
     contenders: tuple[str, ...]
     settings: Settings
@@ -58,7 +55,6 @@ class Case:
 
 PPO_PEERS = ("rljax", "rljax-logged", "rejax", "purejaxrl")
 PEERS = ("rejax", "sb3", "sbx", "purejaxrl")  # each in an environment of its own
-SEEDS = ("rljax:1", "rljax:8", "rljax:32")
 CASES = {
     "small-1seed": Case(PPO_PEERS, PPO()),
     "small-8seeds": Case(PPO_PEERS, PPO(seeds=8)),
@@ -79,16 +75,9 @@ CASES = {
     ),
     "dqn": Case(("rljax", "rljax-logged", "rejax"), DQN(updates=200)),
     "dqn-sbx": Case(("rljax", "sbx"), DQN(updates=200, double=False, huber_delta=1.0), {"sbx": 20}),
-    "dqn-seeds": Case(SEEDS, DQN(updates=50)),
     "sac-64": Case(("rljax", "rljax-logged", "rejax", "sbx"), SAC(updates=100), {"sbx": 30}),
     "sac-256": Case(("rljax", "rljax-logged", "rejax", "sbx"), SAC(updates=20, hidden=(256, 256))),
-    "sac-seeds": Case(SEEDS, SAC(updates=20)),
 }
-
-
-def program(contender: str) -> str:
-    """The contender's name in `worker.py`."""
-    return contender.partition(":")[0]
 
 
 class WorkerError(RuntimeError):
@@ -105,7 +94,7 @@ class Worker:
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (lives as long as the process)
         self._process = subprocess.Popen(
-            [python, str(HERE / "worker.py"), program(name), json.dumps(dataclasses.asdict(settings))],
+            [python, str(HERE / "worker.py"), name, json.dumps(dataclasses.asdict(settings))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -163,18 +152,17 @@ def measure(case: Case, pythons: dict[str, str], options: argparse.Namespace) ->
         contenders.pop(name, None)
 
     try:
-        for name in (name for name in case.contenders if program(name) in pythons):
+        for name in (name for name in case.contenders if name in pythons):
             settings = dataclasses.replace(
                 case.settings,
                 updates=max(10, round(case.updates.get(name, case.settings.updates) * options.scale)),
-                seeds=int(name.partition(":")[2] or case.settings.seeds),
                 rounds=options.rounds,
                 devices=options.devices,
                 purejaxrl=options.purejaxrl,
             )
-            workers[name] = Worker(name, pythons[program(name)], settings, options.timeout)
+            workers[name] = Worker(name, pythons[name], settings, options.timeout)
             try:
-                contenders[name] = {**workers[name].receive(), "seeds": settings.seeds, "rounds": []}
+                contenders[name] = {**workers[name].receive(), "rounds": []}
                 print(f"  {name} is ready", file=sys.stderr)
             except WorkerError as error:
                 drop(name, error)
@@ -194,14 +182,13 @@ def measure(case: Case, pythons: dict[str, str], options: argparse.Namespace) ->
 
 
 def summarize(contenders: dict[str, dict[str, Any]], first: str) -> None:
-    """Adds each contender's summary; `ratio` is how many times longer than ``first`` it takes for a step of one seed."""
+    """Adds each contender's summary; `ratio` is how many times as fast ``first`` is."""
     rates = {name: [r["steps"] / r["seconds"] for r in c["rounds"]] for name, c in contenders.items()}
 
     def ratio(name: str) -> float | None:
         if first not in contenders:
             return None
-        ratios = (base / rate for base, rate in zip(rates[first], rates[name], strict=True))
-        return statistics.median(ratios) * contenders[name]["seeds"] / contenders[first]["seeds"]
+        return statistics.median(base / rate for base, rate in zip(rates[first], rates[name], strict=True))
 
     for name, contender in contenders.items():
         rounds = contender["rounds"]
@@ -216,7 +203,7 @@ def summarize(contenders: dict[str, dict[str, Any]], first: str) -> None:
 
 
 def table(case: str, contenders: dict[str, dict[str, Any]]) -> str:
-    head = ["contender", "steps/s", "min..max", "time x", "compile s", "cores", "return", "steps", "parameters"]
+    head = ["contender", "steps/s", "min..max", "ratio", "compile s", "cores", "return", "steps", "parameters"]
     rows = [head]
     for name, contender in contenders.items():
         s = contender["summary"]
