@@ -191,7 +191,8 @@ def _reproduce(arguments: argparse.Namespace) -> int:
         old, new = (r.summary["settings"] for r in (before, again))
         print("\nnot bit for bit the same (other versions or devices?); IQM before and now:")
         for a, b in zip(old, new, strict=True):
-            print(f"  {a['label']}: {a['iqm']:.2f} [{a['low']}, {a['high']}] and {b['iqm']:.2f} [{b['low']}, {b['high']}]")
+            scores = [["n/a" if s[key] is None else f"{s[key]:.2f}" for key in ("iqm", "low", "high")] for s in (a, b)]
+            print(f"  {a['label']}: {' and '.join(f'{iqm} [{low}, {high}]' for iqm, low, high in scores)}")
     return 0
 
 

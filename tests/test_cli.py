@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -77,6 +78,22 @@ def test_reproduce_is_byte_for_byte(capsys, run_directory, tmp_path):
     status, out, _ = call(capsys, "reproduce", run_directory, "--out", tmp_path)
     assert status == 0
     assert "byte for byte" in out
+
+
+def test_a_run_that_cannot_be_reproduced_is_set_beside_the_new_one(capsys, run_directory, tmp_path):
+    """Also where a seed had failed, and where too few are left for an interval."""
+    original = tmp_path / "original"
+    shutil.copytree(run_directory, original)
+    rows = [json.loads(line) for line in (original / "metrics.jsonl").read_text().splitlines()]
+    rows = [{**row, "eval/return": None, "finite": False} for row in rows]
+    (original / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    info = json.loads((original / "run.json").read_text())
+    failed = [{"lane": lane, "seed": lane, "step": 64, "reason": "non-finite parameters"} for lane in (0, 1)]
+    (original / "run.json").write_text(json.dumps({**info, "failed": failed}))
+    status, out, _ = call(capsys, "reproduce", original, "--out", tmp_path)
+    assert status == 0
+    assert "not bit for bit the same" in out
+    assert "n/a [n/a, n/a] and " in out
 
 
 def test_list(capsys):
