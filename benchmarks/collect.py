@@ -87,7 +87,7 @@ def row(data: dict) -> str:
 
 def write_page() -> None:
     """Replaces what follows the marker in docs/results.md."""
-    paths = (path for path in sorted(HERE.glob("*.json")) if not path.name.startswith(("speed_", "brax_own_")))
+    paths = (path for path in sorted(HERE.glob("*.json")) if not path.name.startswith(("speed_", "brax_own_", "study_")))
     runs = [json.loads(path.read_text()) for path in paths]
     lines = [
         "| agent | environment | steps per seed | seeds | IQM [95%] | range over seeds | random | failed | target | published |",

@@ -56,9 +56,25 @@ T = TypeVar("T")
 @dataclass_transform(frozen_default=True, field_specifiers=(traced, static))
 def config(cls: type[T]) -> type[T]:
     """Makes a frozen dataclass whose `traced` fields are pytree leaves and whose `static` fields are structure."""
+    cls.__post_init__ = _check_fields  # type: ignore[attr-defined]
     made: Any = dataclasses.dataclass(frozen=True)(cls)
     names = {kind: [f.name for f in dataclasses.fields(made) if f.metadata["traced"] == kind] for kind in (True, False)}
     return jax.tree_util.register_dataclass(made, data_fields=names[True], meta_fields=names[False])
+
+
+def _check_fields(self: Any) -> None:
+    """Raises ValueError, naming the field, for a number out of its range or an unknown choice; tracers pass."""
+    for field in dataclasses.fields(self):
+        value, meta = getattr(self, field.name), field.metadata
+        if isinstance(value, str) and meta.get("choices") and value not in meta["choices"]:
+            raise ValueError(f"algo.{field.name} must be one of {', '.join(meta['choices'])}, got {value!r}")
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            low, high, above = (meta.get(key) for key in ("low", "high", "above"))
+            is_outside = (low is not None and value < low) or (high is not None and value > high)
+            if is_outside or (above is not None and value <= above):
+                bounds = ((">=", low), ("<=", high), (">", above))
+                text = " and ".join(f"{sign} {bound}" for sign, bound in bounds if bound is not None)
+                raise ValueError(f"algo.{field.name} must be {text}, got {value!r}")
 
 
 def agent_module(name: str) -> Any:

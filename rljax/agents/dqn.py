@@ -34,7 +34,7 @@ def targets(batch: replay.Batch, q_select: Array, q_target: Array) -> Array:
       q_target: ``[M, A]``.
     """
     action = jnp.argmax(mask_logits(q_select, batch.next_action_mask), -1)
-    return batch.returns + jnp.where(batch.bootstrap > 0, batch.bootstrap * pick(q_target, action), 0.0)
+    return replay.targets(batch, pick(q_target, action))
 
 
 def make(config: Config, env: Environment) -> Agent:

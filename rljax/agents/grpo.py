@@ -29,14 +29,16 @@ class Config:
     learning_rate: float = traced(1e-3, "Adam's step size", low=0)
     clip_low: float = traced(0.2, "the ratio counts down to 1 - clip_low", above=0)
     clip_high: float = traced(0.2, "the ratio counts up to 1 + clip_high; above clip_low it is DAPO's clip-higher", above=0)
-    kl_coef: float | None = traced(None, "weight of the KL to the policy that training started from; none: no leash", low=0)
+    kl_coef: float | None = traced(
+        None, "weight of the KL penalty to the policy that training started from; none: no penalty", low=0
+    )
     entropy_coef: float = traced(0.0, "weight of the entropy bonus", low=0)
     max_grad_norm: float = traced(0.5, "bound on the gradient's global norm", above=0)
     advantage_eps: float = traced(1e-4, "added to the deviation that advantages are divided by", low=0)
     adam_eps: float = traced(1e-5, "Adam's epsilon", above=0)
     advantage_scale: str = static("group", "deviation that advantages are divided by", choices=("group", "batch", "none"))
     aggregate: str = static("token", "how steps become one loss", choices=AGGREGATES)
-    kl_estimator: str = static("k3", "of the leash; k1 is left out, since its gradient is zero on average", choices=("k2", "k3"))
+    kl_estimator: str = static("k3", "of the KL penalty; k1 is left out: its gradient is zero on average", choices=("k2", "k3"))
     num_groups: int = static(8, "groups of an update, P", low=1)
     group_size: int = static(8, "episodes of a group, G", low=2)
     num_steps: int = static(500, "longest episode, T: later steps are cut off", low=1)
@@ -112,8 +114,7 @@ def make(config: Config, env: Environment) -> Agent:
         log_prob, entropy = log_probs(params, carry, batch)
 
         def mean(values: Array, how: Any = "token") -> Array:
-            total, count = losses.aggregate(values, batch.mask, how)
-            return total / count
+            return losses.masked_mean(values, batch.mask, how)
 
         # Where a step is masked, its ratio may be anything: it must not reach a product.
         log_prob = jnp.where(batch.mask, log_prob, 0.0)

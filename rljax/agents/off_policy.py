@@ -69,9 +69,20 @@ def act_and_learn(
     return loop, {**jax.tree.map(jnp.mean, metrics), **episode_metrics(timesteps)}
 
 
-def fill_steps(learning_starts: int, num_envs: int, n_step: int = 1) -> int:
-    """Steps of all environments that hold ``learning_starts`` environment steps, and at least one window."""
-    return max(-(-learning_starts // num_envs), n_step)
+def fill_steps(buffer_size: int, learning_starts: int, num_envs: int, n_step: int = 1) -> int:
+    """Steps of all environments that hold ``learning_starts`` environment steps, and at least one window.
+
+    Raises:
+      ValueError: the buffer cannot hold them; names the key.
+    """
+    steps = max(-(-learning_starts // num_envs), n_step)
+    if buffer_size < steps * num_envs:
+        why = "algo.n_step" if n_step == steps else "algo.learning_starts"
+        raise ValueError(
+            f"algo.buffer_size ({buffer_size}) must be at least {steps * num_envs}, "
+            f"{steps} steps of all {num_envs} environments for {why}"
+        )
+    return steps
 
 
 def fill(envs: VectorEnvironment, key: Array, capacity: int, num_steps: int, n_step: int = 1, prioritized: bool = False) -> Loop:
@@ -102,16 +113,6 @@ def fill(envs: VectorEnvironment, key: Array, capacity: int, num_steps: int, n_s
         envs, loop, run_key, num_steps, n_step, noise, behave, lambda learner, buffer, noise: (learner, buffer, {})
     )
     return loop
-
-
-def check_buffer(buffer_size: int, learning_starts: int, num_envs: int, n_step: int = 1) -> None:
-    """Raises ValueError, naming the key, where the buffer cannot hold what ``init`` puts into it."""
-    needed = fill_steps(learning_starts, num_envs, n_step) * num_envs
-    if buffer_size < needed:
-        raise ValueError(
-            f"algo.buffer_size ({buffer_size}) must be at least {needed}, the steps of algo.learning_starts "
-            "in whole steps of all environments"
-        )
 
 
 def update_target(target: Any, params: Any, gradient_steps: Array, tau: Array | float, every: int) -> Any:

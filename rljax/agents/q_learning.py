@@ -11,7 +11,7 @@ from jax import Array
 from jax.flatten_util import ravel_pytree
 
 from rljax.agents.base import Agent, config, static, traced
-from rljax.agents.off_policy import Loop, act_and_learn, check_buffer, fill, fill_steps, update_target
+from rljax.agents.off_policy import Loop, act_and_learn, fill, fill_steps, update_target
 from rljax.envs import Discrete, TimeStep, VectorEnvironment
 from rljax.networks import EpsilonGreedy, Network
 from rljax.networks.distributions import mask_logits
@@ -28,7 +28,7 @@ class QLearningConfig:
     epsilon_end: float = traced(0.05, "probability of a random action in the end", low=0, high=1)
     exploration_fraction: float = traced(0.2, "part of anneal_steps over which epsilon falls", low=0, high=1)
     target_tau: float = traced(1.0, "step of the target network towards the online one", low=0, high=1)
-    priority_exponent: float = traced(0.6, "alpha of prioritised replay", low=0)
+    priority_exponent: float = traced(0.6, "alpha of prioritised replay", low=0, high=1)
     importance_exponent: float = traced(0.4, "beta of prioritised replay at first; rises to 1 over anneal_steps", low=0, high=1)
     max_grad_norm: float = traced(10.0, "bound on the gradient's global norm", above=0)
     adam_eps: float = traced(1e-8, "Adam's epsilon", above=0)
@@ -38,7 +38,7 @@ class QLearningConfig:
     n_step: int = static(1, "rewards before the bootstrap", low=1)
     prioritized: bool = static(False, "draw transitions by their last error")
     target_every: int = static(100, "gradient steps between moves of the target network", low=1)
-    buffer_size: int = static(50_000, "transitions kept", low=1)
+    buffer_size: int = static(50_000, "transitions kept, rounded down to whole steps of all environments", low=1)
     learning_starts: int = static(1_000, "environment steps of random actions before the first gradient step", low=1)
     batch_size: int = static(128, "transitions of a gradient step", low=1)
     num_envs: int = static(10, "environments side by side, N", low=1)
@@ -89,7 +89,6 @@ def q_learning(
     Raises:
       ValueError: one line that names the key: a buffer smaller than ``learning_starts``, no ``anneal_steps``.
     """
-    check_buffer(config.buffer_size, config.learning_starts, config.num_envs, config.n_step)
     if config.anneal_steps is None:
         raise ValueError("the schedule of epsilon needs algo.anneal_steps, the environment steps of the run")
     anneal_steps = config.anneal_steps
@@ -97,7 +96,7 @@ def q_learning(
     num_actions = envs.action_space.n
     optimizer = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.scale_by_adam(eps=config.adam_eps))
     env_steps = config.num_envs * config.num_steps
-    random_steps = fill_steps(config.learning_starts, config.num_envs, config.n_step)
+    random_steps = fill_steps(config.buffer_size, config.learning_starts, config.num_envs, config.n_step)
     init_steps = random_steps * config.num_envs
 
     def init(key: Array, data: None = None) -> TrainState:

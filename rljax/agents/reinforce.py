@@ -43,11 +43,6 @@ class Config:
     distribution: str = static("auto", "over actions; auto: categorical or gaussian", choices=DISTRIBUTIONS)
 
 
-def mean(values: Array, mask: Array, how: Any) -> Array:
-    total, count = losses.aggregate(values, mask, how)
-    return total / count
-
-
 class TrainState(struct.PyTreeNode):
     """All that changes.
 
@@ -79,8 +74,8 @@ def make(config: Config, env: Environment) -> Agent:
         config.distribution,
         has_value=config.baseline == "value",
     )
-    if config.baseline == "mean" and config.num_envs < 2:
-        raise ValueError('algo.baseline "mean" is over the other episodes: algo.num_envs must be at least 2')
+    if config.num_envs < 2 and (config.baseline == "mean" or config.gradient_variance):
+        raise ValueError('algo.num_envs must be at least 2 for algo.baseline "mean" and for algo.gradient_variance')
     optimizer = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.scale_by_adam())
 
     def init(key: Array, data: None = None) -> TrainState:
@@ -106,14 +101,14 @@ def make(config: Config, env: Environment) -> Agent:
     def policy_loss(output: PolicyOutput, trajectory: Trajectory, mask: Array, advantages: Array) -> Array:
         """``-mean over episodes of sum over t of A_t log pi(a_t|s_t)``."""
         log_prob = output.distribution.log_prob(trajectory.samples)
-        return mean(-advantages * log_prob, mask, "sequence-sum")
+        return losses.masked_mean(-advantages * log_prob, mask, "sequence-sum")
 
     def loss(
         params: Any, trajectory: Trajectory, mask: Array, advantages: Array, targets: Array
     ) -> tuple[Array, dict[str, Array]]:
         output = unroll(params, trajectory)
-        value_loss = mean(losses.squared_error(output.value, targets), mask, "token")
-        entropy = mean(output.distribution.entropy(), mask, "token")
+        value_loss = losses.masked_mean(losses.squared_error(output.value, targets), mask, "token")
+        entropy = losses.masked_mean(output.distribution.entropy(), mask, "token")
         metrics = {"loss/policy": policy_loss(output, trajectory, mask, advantages), "entropy": entropy}
         total = metrics["loss/policy"] - config.entropy_coef * entropy
         if config.baseline == "value":

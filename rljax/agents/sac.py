@@ -15,7 +15,7 @@ from jax import Array
 from jax.flatten_util import ravel_pytree
 
 from rljax.agents.base import Agent, config, static, traced
-from rljax.agents.off_policy import Loop, act_and_learn, check_buffer, fill, fill_steps, update_target
+from rljax.agents.off_policy import Loop, act_and_learn, fill, fill_steps, update_target
 from rljax.envs import Discrete, Environment, Space, TimeStep, vectorize
 from rljax.networks import Categorical, Network, TanhGaussian, action_values, continuous_critics, feed_forward
 from rljax.networks.distributions import mask_logits, pick
@@ -36,7 +36,7 @@ class Config:
     )
     adam_eps: float = traced(1e-8, "Adam's epsilon", above=0)
     target_every: int = static(1, "gradient steps between moves of the target critics", low=1)
-    buffer_size: int = static(100_000, "transitions kept", low=1)
+    buffer_size: int = static(100_000, "transitions kept, rounded down to whole steps of all environments", low=1)
     learning_starts: int = static(1_000, "environment steps of random actions before the first gradient step", low=1)
     batch_size: int = static(256, "transitions of a gradient step", low=1)
     num_envs: int = static(1, "environments side by side, N", low=1)
@@ -165,10 +165,9 @@ def make(config: Config, env: Environment) -> Agent:
         actions = discrete_actions(config, env.observation_space, env.action_space)
     else:
         actions = box_actions(config, env.observation_space, env.action_space)
-    check_buffer(config.buffer_size, config.learning_starts, config.num_envs)
     optimizer = optax.scale_by_adam(eps=config.adam_eps)
     env_steps = config.num_envs * config.num_steps
-    random_steps = fill_steps(config.learning_starts, config.num_envs)
+    random_steps = fill_steps(config.buffer_size, config.learning_starts, config.num_envs)
 
     def init(key: Array, data: None = None) -> TrainState:
         key, fill_key, actor_key, critics_key = jax.random.split(key, 4)
@@ -200,7 +199,7 @@ def make(config: Config, env: Environment) -> Agent:
         # Critics: 1/2 (Q_i(s, a) - y)^2, y = r + gamma E[min Q_target(s', a') - alpha log pi(a'|s')].
         following = policy(fixed["actor"], batch.next_observation, batch.next_action_mask)
         value, _ = actions.soft_value(following, target_critics, batch.next_observation, alpha, noise[0])
-        target = batch.returns + jnp.where(batch.bootstrap > 0, batch.bootstrap * value, 0.0)
+        target = replay.targets(batch, value)
         q = actions.taken(params["critics"], start.observation, start.action)
         critic_loss = 0.5 * jnp.square(q - target).sum(0)
 

@@ -14,7 +14,7 @@ from jax import Array
 from jax.flatten_util import ravel_pytree
 
 from rljax.agents.base import Agent, config, static, traced
-from rljax.agents.off_policy import Loop, act_and_learn, check_buffer, fill, fill_steps
+from rljax.agents.off_policy import Loop, act_and_learn, fill, fill_steps
 from rljax.envs import Environment, TimeStep, vectorize
 from rljax.networks import continuous_critics, feed_forward
 from rljax.networks.torsos import ACTIVATIONS
@@ -32,7 +32,7 @@ class Config:
     target_noise_clip: float = traced(0.5, "bound on the noise on target actions", low=0)
     adam_eps: float = traced(1e-8, "Adam's epsilon", above=0)
     policy_delay: int = static(2, "critic steps for each policy step", low=1)
-    buffer_size: int = static(100_000, "transitions kept", low=1)
+    buffer_size: int = static(100_000, "transitions kept, rounded down to whole steps of all environments", low=1)
     learning_starts: int = static(1_000, "environment steps of random actions before the first gradient step", low=1)
     batch_size: int = static(256, "transitions of a gradient step", low=1)
     num_envs: int = static(2, "environments side by side, N", low=1)
@@ -50,7 +50,6 @@ class TrainState(struct.PyTreeNode):
       target_params: the same of the target networks.
       opt_states: Adam's moments of each of the two, as flat vectors.
       key: typed PRNG key, advanced at every step.
-      updates: int32 ``[]``, calls of ``step`` so far.
       world: ``(environment state, time step [N])``.
       buffer: the replay.
     """
@@ -59,7 +58,6 @@ class TrainState(struct.PyTreeNode):
     target_params: Any
     opt_states: Any
     key: Array
-    updates: Array
     world: Any
     buffer: replay.Replay
 
@@ -75,17 +73,16 @@ def make(config: Config, env: Environment) -> Agent:
     spaces = (env.observation_space, env.action_space)
     low, high = action_bounds(env.action_space)
     center, half_width = 0.5 * (high + low), 0.5 * (high - low)
-    check_buffer(config.buffer_size, config.learning_starts, config.num_envs)
     if config.num_updates % config.policy_delay:
         raise ValueError(
             f"algo.num_updates ({config.num_updates}) must be a multiple of algo.policy_delay ({config.policy_delay}); "
-            "with more environments the ratio of steps to updates stays"
+            "as many algo.num_envs as num_updates make it one critic step for each environment step"
         )
     actor = feed_forward(spaces[0], low.size, "mlp", config.hidden, config.activation)
     critics = continuous_critics(*spaces, config.hidden, config.activation, num=2)
     optimizer = optax.scale_by_adam(eps=config.adam_eps)
     env_steps = config.num_envs * config.num_steps
-    random_steps = fill_steps(config.learning_starts, config.num_envs)
+    random_steps = fill_steps(config.buffer_size, config.learning_starts, config.num_envs)
 
     def init(key: Array, data: None = None) -> TrainState:
         key, fill_key, actor_key, critics_key = jax.random.split(key, 4)
@@ -97,7 +94,6 @@ def make(config: Config, env: Environment) -> Agent:
             target_params=params,
             opt_states={name: optimizer.init(ravel_pytree(part)[0]) for name, part in params.items()},
             key=key,
-            updates=jnp.zeros((), jnp.int32),
             world=filled.world,
             buffer=filled.buffer,
         )
@@ -105,14 +101,14 @@ def make(config: Config, env: Environment) -> Agent:
     def policy(params: Any, observation: Any, noise: Array | float = 0.0) -> Array:
         """The action, with noise in half widths of its range, ``[M, D]``."""
         unit = jnp.tanh(actor.apply(params, observation)) + noise
-        return center + half_width * jnp.clip(unit, -1.0, 1.0)
+        return jnp.clip(center + half_width * unit, low, high)
 
     def critic_loss(params: Any, target_params: Any, batch: replay.Batch, noise: Array) -> tuple[Array, dict[str, Array]]:
         """``sum over i of 1/2 (Q_i(s, a) - y)^2`` with ``y = r + gamma min Q_target(s', pi_target(s') + clipped noise)``."""
         noise = jnp.clip(config.target_noise * noise, -config.target_noise_clip, config.target_noise_clip)
         action = policy(target_params["actor"], batch.next_observation, noise)
         value = critics.apply(target_params["critics"], batch.next_observation, action).min(0)
-        target = batch.returns + jnp.where(batch.bootstrap > 0, batch.bootstrap * value, 0.0)
+        target = replay.targets(batch, value)
         q = critics.apply(params, batch.start.observation, batch.start.action)
         losses = 0.5 * jnp.square(q - target).sum(0)
         return losses.mean(), {"loss/critic": losses.mean(), "q": q.mean()}
@@ -166,7 +162,7 @@ def make(config: Config, env: Environment) -> Agent:
         loop = Loop((state.params, state.target_params, state.opt_states), state.world, state.buffer)
         loop, metrics = act_and_learn(envs, loop, loop_key, config.num_steps, 1, noise, behave, learn)
         params, target_params, opt_states = loop.learner
-        return TrainState(params, target_params, opt_states, key, state.updates + 1, loop.world, loop.buffer), metrics
+        return TrainState(params, target_params, opt_states, key, loop.world, loop.buffer), metrics
 
     def start(state: TrainState, timestep: TimeStep) -> tuple[()]:
         return ()

@@ -73,11 +73,17 @@ def make_env(name: str, *, time_limit: int | None = None, reward_scale: float | 
 
     Raises:
       ValueError: an unknown name or parameter, with the nearest ones.
+      ValueError: a time limit that is no whole number of steps; a user's parameter with the name of a wrapper's.
       TypeError: a user's environment that breaks the contract.
     """
     from rljax.envs import brax, gymnax
 
     known = env_parameters(name)
+    taken = [key for key in WRAPPERS if key in known]
+    if taken:
+        raise ValueError(f"env_params.{taken[0]} is a wrapper's for every environment: give the parameter of {name} another name")
+    if isinstance(time_limit, int | float) and (time_limit < 1 or time_limit != int(time_limit)):
+        raise ValueError(f"env_params.time_limit must be a whole number of steps, 1 or more, got {time_limit}")
     factory = _factory(name)
     takes_any = factory is not None and any(p.kind == p.VAR_KEYWORD for p in inspect.signature(factory).parameters.values())
     for key in kwargs:

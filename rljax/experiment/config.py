@@ -172,8 +172,8 @@ def describe(experiment: Experiment) -> list[tuple[str, str, str]]:
         (key, json.dumps(_plain(value)), meta["doc"] + _range_text(meta, ": ") + (" [traced]" if meta["traced"] else ""))
         for key, value, meta in rows
     ]
-    for key, default in {**env_parameters(experiment.env), **dict.fromkeys(WRAPPERS, "none")}.items():
-        value = experiment.env_params.get(key, default)
+    for key, default in {**env_parameters(experiment.env), **WRAPPERS}.items():
+        value = experiment.env_params.get(key, "none" if key in WRAPPERS else default)
         options.append((f"env_params.{key}", str(value), "of the environment" + (" [traced]" * isinstance(default, float))))
     return options
 
@@ -293,6 +293,8 @@ def _resolve(entries: dict[str, tuple[Any, str]], name: str) -> Experiment:
         items = _as_list(key, value, origin) if swept else [value]
         items = [_env_value(key, item, env_known[param], origin) for item in items]
         values[key] = tuple(items) if swept else items[0]
+        if param in WRAPPERS and not swept and items[0] is None:
+            del values[key]
 
     seeds = values.get("seeds", Experiment.seeds)
     if len(set(seeds)) != len(seeds) or not seeds:
@@ -367,6 +369,8 @@ def _range_text(meta: Any, before: str = " ") -> str:
 def _env_value(key: str, value: Any, default: Any, origin: str) -> Any:
     if isinstance(default, bool) or not isinstance(default, int | float):
         return value
+    if value == "none" and key.removeprefix("env_params.") in WRAPPERS:
+        return None  # takes back what a base file sets
     if not _is_number(value):
         raise InputError(f"{origin}: {key} must be a number, got {value!r}")
     return float(value) if isinstance(default, float) else value

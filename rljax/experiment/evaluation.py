@@ -8,8 +8,8 @@ from flax import struct
 from jax import Array
 
 from rljax.agents import Agent
-from rljax.envs import Discrete, Environment, TimeStep
-from rljax.networks.distributions import Categorical, mask_logits
+from rljax.envs import Environment, MultiDiscrete, TimeStep
+from rljax.networks.distributions import Categorical, MultiCategorical, mask_logits
 
 
 class Evaluation(struct.PyTreeNode):
@@ -62,8 +62,12 @@ def random_agent(env: Environment) -> Agent:
 
     def act(state: Any, carry: Any, timestep: TimeStep, key: Array, greedy: bool) -> tuple[Any, Array]:
         batch = timestep.reward.shape[0]
-        if isinstance(env.action_space, Discrete) and timestep.action_mask is not None:
-            return (), Categorical(mask_logits(jnp.zeros(timestep.action_mask.shape), timestep.action_mask)).sample(key)
+        if timestep.action_mask is not None:
+            logits = mask_logits(jnp.zeros(timestep.action_mask.shape), timestep.action_mask)
+            space = env.action_space
+            return (), (MultiCategorical(logits, space.nvec) if isinstance(space, MultiDiscrete) else Categorical(logits)).sample(
+                key
+            )
         return (), jax.vmap(env.action_space.sample)(jax.random.split(key, batch))
 
     return Agent(

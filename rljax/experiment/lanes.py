@@ -115,10 +115,10 @@ def build(experiment: Experiment, devices: list[Any] | None = None) -> Program:
     mesh = Mesh(np.asarray(devices), (AXIS,))
     example = jax.tree.map(lambda x: x[0], lanes)
     env_steps, init_steps = _checked(lambda: _steps(bind, example))
-    for row in experiment.lanes():  # what an agent checks of its options it can only see where they are numbers
-        swept = {key[5:]: row[key] for key in experiment.sweep if key.startswith("algo.")}
-        if swept and fixed_env is not None:
-            _checked(lambda swept=swept: make_agent(dataclasses.replace(experiment.algo, **swept), fixed_env))
+    any_env = fixed_env or _checked(lambda: make_env(experiment.env, **{**experiment.env_params, **_first(experiment)}))
+    for algo in {tuple((key[5:], row[key]) for key in experiment.sweep if key.startswith("algo.")) for row in experiment.lanes()}:
+        # What an agent checks of its options it can only see where they are numbers.
+        _checked(lambda algo=algo: make_agent(dataclasses.replace(experiment.algo, **dict(algo)), any_env))
     updates = max(1, -(-(experiment.total_steps - init_steps) // env_steps))
     updates_per_chunk = max(1, -(-updates // (experiment.evals * CHUNKS_PER_EVAL)))
     num_chunks = -(-updates // updates_per_chunk)
@@ -148,13 +148,17 @@ def evaluation_key(experiment: Experiment) -> Array:
 
 def evaluate_random(experiment: Experiment) -> Evaluation:
     """The random policy on the evaluation episodes (of the first setting, where environment parameters are swept)."""
-    swept = {key[11:]: values[0] for key, values in experiment.sweep.items() if key.startswith("env_params.")}
-    env = make_env(experiment.env, **_of_evaluation({**experiment.env_params, **swept}))
+    env = make_env(experiment.env, **_of_evaluation({**experiment.env_params, **_first(experiment)}))
     agent = random_agent(env)
     key = evaluation_key(experiment)
     return jax.jit(
         lambda: evaluate_agent(agent, env, (), key, experiment.eval_episodes, experiment.eval_max_steps, greedy=False)
     )()
+
+
+def _first(experiment: Experiment) -> dict[str, Any]:
+    """The first value of each environment parameter that is swept."""
+    return {key[11:]: values[0] for key, values in experiment.sweep.items() if key.startswith("env_params.")}
 
 
 def _of_evaluation(env_params: dict[str, Any]) -> dict[str, Any]:

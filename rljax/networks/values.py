@@ -21,7 +21,7 @@ class Network(NamedTuple):
 
     Attributes:
       init: ``(key, *inputs) -> params``.
-      apply: ``(params, *inputs) -> outputs [M, ...]``.
+      apply: ``(params, *inputs) -> outputs``, ``[M, ...]``, and of critics ``[num, M, ...]``.
     """
 
     init: Callable[..., Any]
@@ -155,15 +155,17 @@ def action_bounds(space: Space) -> tuple[Array, Array]:
     """``(low, high)`` of a Box of actions, float32 ``[D]``.
 
     Raises:
-      ValueError: another space, more than one axis, or bounds that are not finite.
+      ValueError: another space, more than one axis, or bounds that are not finite or leave no room.
     """
     if not isinstance(space, Box):
         raise ValueError(f"algo.name: {type(space).__name__} actions do not fit this agent; use ppo, or dqn for Discrete ones")
     if len(space.shape) != 1:
         raise ValueError(f"Box actions must have one axis, the environment has shape {list(space.shape)}")
     known = [x for x in (space.low, space.high) if not isinstance(x, Tracer)]
-    if not all(np.all(np.isfinite(x)) for x in known):
+    if not all(np.all(np.abs(x) < 1e30) for x in known):  # beyond that "unbounded" is meant
         raise ValueError("algo.name: this agent needs actions with finite bounds, the environment's are infinite; use ppo")
+    if len(known) == 2 and not np.all(np.asarray(space.low) < np.asarray(space.high)):
+        raise ValueError("algo.name: this agent needs actions whose lower bound is below the upper one")
     low, high = (jnp.broadcast_to(jnp.asarray(x, jnp.float32), space.shape) for x in (space.low, space.high))
     return low, high
 

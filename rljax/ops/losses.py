@@ -34,6 +34,12 @@ def clipped_value_loss(values: Array, old_values: Array, targets: Array, clip: A
     return jnp.maximum(squared_error(values, targets), squared_error(clipped, targets))
 
 
+def masked_mean(values: Array, mask: Array, how: Literal["token", "sequence", "sequence-sum", "constant"] = "token") -> Array:
+    """`aggregate`, divided out, ``[]``; 0 where nothing counts."""
+    numerator, denominator = aggregate(values, mask, how)
+    return numerator / jnp.maximum(denominator, 1.0)
+
+
 def aggregate(
     values: Array, mask: Array, how: Literal["token", "sequence", "sequence-sum", "constant"], max_length: int | None = None
 ) -> tuple[Array, Array]:

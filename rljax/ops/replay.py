@@ -178,6 +178,11 @@ def sample(buffer: Replay, uniforms: Array, discount: Array | float, n_step: int
     )
 
 
+def targets(batch: Batch, values: Array) -> Array:
+    """``R + bootstrap V(s')``, ``[M]``; where the bootstrap is 0, whatever V is there, NaN included, does not matter."""
+    return batch.returns + jnp.where(batch.bootstrap > 0, batch.bootstrap * values, 0.0)
+
+
 def prioritize(buffer: Replay, index: Array, priority: Array, exponent: Array | float) -> Replay:
     """Sets the weight of the entries ``index [M]`` to ``priority ** exponent`` (Schaul et al. 2016, eq. 1).
 
@@ -217,10 +222,11 @@ def _draw(priorities: Priorities, uniforms: Array) -> tuple[Array, Array]:
     upto = jnp.cumsum(priorities.sums)
     total = upto[-1]
     target = jnp.minimum((jnp.arange(count) + uniforms) / count, almost) * total
-    block = jnp.argmax(upto > target[:, None], axis=1)
+    # A compiled cumulative sum may rise by a rounding across a zero: what has no weight is left out in so many words.
+    block = jnp.argmax((upto > target[:, None]) & (priorities.sums > 0), axis=1)
     weights = priorities.weights[block]  # [M, width]
     within = jnp.cumsum(weights, axis=1)
     rest = jnp.clip(target - (upto[block] - priorities.sums[block]), 0.0, almost * within[:, -1])  # rounding may leave less
-    column = jnp.argmax(within > rest[:, None], axis=1)
+    column = jnp.argmax((within > rest[:, None]) & (weights > 0), axis=1)
     index = block * weights.shape[1] + column
     return index, jnp.take_along_axis(weights, column[:, None], 1)[:, 0] / total

@@ -7,7 +7,7 @@ import pytest
 
 import rljax
 from rljax.agents import dqn, grpo, sac, td3
-from rljax.agents.off_policy import check_buffer, fill, fill_steps, update_target
+from rljax.agents.off_policy import fill, fill_steps, update_target
 from rljax.envs import vectorize
 from rljax.ops import replay
 from tests.agents import probes
@@ -96,7 +96,7 @@ def test_fill_is_random_and_legal_and_counts():
     assert legal.all()
     counts = np.bincount(np.asarray(stored.action).ravel(), minlength=3) / 400
     np.testing.assert_allclose(counts, [5 / 12, 5 / 12, 1 / 6], atol=0.08)  # the third is legal half of the time
-    assert fill_steps(1000, 64) == 16 and fill_steps(1, 64, n_step=3) == 3
+    assert fill_steps(5000, 1000, 64) == 16 and fill_steps(5000, 1, 64, n_step=3) == 3
 
 
 def test_transitions_never_join_two_episodes():
@@ -111,13 +111,37 @@ def test_transitions_never_join_two_episodes():
 
 
 def test_a_buffer_that_is_too_small_names_the_key():
-    with pytest.raises(ValueError, match=r"algo\.buffer_size \(63\) must be at least 64"):
-        check_buffer(63, 61, 4)
-    check_buffer(64, 61, 4)
+    with pytest.raises(ValueError, match=r"algo\.buffer_size \(63\) must be at least 64.* for algo\.learning_starts"):
+        fill_steps(63, 61, 4)
+    with pytest.raises(ValueError, match=r"for algo\.n_step"):
+        fill_steps(63, 1, 4, n_step=16)
+    assert fill_steps(64, 61, 4) == 16
     with pytest.raises(ValueError, match=r"algo\.num_updates \(3\) must be a multiple of algo\.policy_delay \(2\)"):
         td3.make(td3.Config(**SMALL, num_updates=3), rljax.make_env("Pendulum-v1"))
     with pytest.raises(ValueError, match=r"algo\.anneal_steps"):
         dqn.make(dqn.Config(**SMALL), rljax.make_env("CartPole-v1"))
+
+
+@pytest.mark.parametrize(
+    ("make", "key"),
+    [
+        (lambda: grpo.Config(group_size=1), r"algo\.group_size must be >= 2"),
+        (lambda: dqn.Config(discount=1.5), r"algo\.discount must be >= 0 and <= 1"),
+        (lambda: sac.Config(network="cnn"), r"algo\.network must be one of mlp, minatar_cnn"),
+    ],
+)
+def test_a_config_in_python_is_checked_as_one_in_a_file(make, key):
+    with pytest.raises(ValueError, match=key):
+        make()
+
+
+def test_actions_without_room_name_the_key():
+    @dataclasses.dataclass(frozen=True)
+    class Flat(probes.ContinuousTarget):
+        action_space = rljax.envs.Box(jnp.array([-1.0, 0.0]), jnp.array([1.0, 0.0]), (2,))
+
+    with pytest.raises(ValueError, match="below the upper one"):
+        td3.make(td3.Config(**SMALL), Flat())
 
 
 def test_policy_delay():
