@@ -14,7 +14,7 @@ from jax import Array
 from jax.flatten_util import ravel_pytree
 
 from rljax.agents.base import Agent, config, static, traced
-from rljax.agents.on_policy import episode_metrics, first_episodes, shuffled_minibatches
+from rljax.agents.on_policy import acting, episode_metrics, first_episodes, shuffled_minibatches
 from rljax.envs import Environment, TimeStep, group
 from rljax.networks import actor_critic
 from rljax.networks.policy import DISTRIBUTIONS, NETWORKS
@@ -180,13 +180,4 @@ def make(config: Config, env: Environment) -> Agent:
         metrics.update(episode_metrics(transitions, mask))
         return TrainState(unravel(params), state.reference, opt_state, key), metrics
 
-    def start(state: TrainState, timestep: TimeStep) -> Any:
-        return policy.start(state.params, timestep)
-
-    def act(state: TrainState, carry: Any, timestep: TimeStep, key: Array, greedy: bool) -> tuple[Any, Array]:
-        carry = start(state, timestep) if carry is None else carry
-        carry, output = policy.step(state.params, carry, timestep)
-        distribution = output.distribution
-        return carry, distribution.to_action(distribution.mode() if greedy else distribution.sample(key))
-
-    return Agent(init, step, start, act, env_steps=num_episodes * config.num_steps)
+    return Agent(init, step, *acting(policy), env_steps=num_episodes * config.num_steps)

@@ -77,6 +77,23 @@ def rollout(
     return world, Trajectory(timesteps, samples, carries)
 
 
+def acting(
+    policy: Policy, view: Callable[[Any, TimeStep], TimeStep] = lambda state, timestep: timestep
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """``(start, act)`` of an agent that acts with ``policy`` and ``state.params``; ``view(state, timestep)`` is what it sees."""
+
+    def start(state: Any, timestep: TimeStep) -> Any:
+        return policy.start(state.params, timestep)
+
+    def act(state: Any, carry: Any, timestep: TimeStep, key: Array, greedy: bool) -> tuple[Any, Array]:
+        carry = start(state, timestep) if carry is None else carry
+        carry, output = policy.step(state.params, carry, view(state, timestep))
+        distribution = output.distribution
+        return carry, distribution.to_action(distribution.mode() if greedy else distribution.sample(key))
+
+    return start, act
+
+
 def first_episodes(policy: Policy, envs: VectorEnvironment, params: Any, key: Array, num_steps: int) -> tuple[Trajectory, Array]:
     """One episode of each environment, from a fresh reset, cut after ``num_steps`` steps.
 

@@ -15,7 +15,7 @@ from jax import Array
 from jax.flatten_util import ravel_pytree
 
 from rljax.agents.base import Agent, config, static, traced
-from rljax.agents.on_policy import episode_metrics, next_values, rollout, shuffled_minibatches
+from rljax.agents.on_policy import acting, episode_metrics, next_values, rollout, shuffled_minibatches
 from rljax.envs import Box, Environment, TimeStep, vectorize
 from rljax.networks import actor_critic
 from rljax.networks.policy import DISTRIBUTIONS, NETWORKS
@@ -235,13 +235,4 @@ def make(config: Config, env: Environment) -> Agent:
             stats = normalization.update_stats(stats, raw.timesteps.observation[1:])
         return TrainState(unravel(params), opt_state, key, state.updates + 1, world, stats, return_stats, running_return), metrics
 
-    def start(state: TrainState, timestep: TimeStep) -> Any:
-        return policy.start(state.params, timestep)
-
-    def act(state: TrainState, carry: Any, timestep: TimeStep, key: Array, greedy: bool) -> tuple[Any, Array]:
-        carry = start(state, timestep) if carry is None else carry
-        carry, output = policy.step(state.params, carry, view(state.observation_stats, timestep))
-        distribution = output.distribution
-        return carry, distribution.to_action(distribution.mode() if greedy else distribution.sample(key))
-
-    return Agent(init, step, start, act, env_steps)
+    return Agent(init, step, *acting(policy, lambda state, timestep: view(state.observation_stats, timestep)), env_steps)

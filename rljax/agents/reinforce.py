@@ -16,8 +16,8 @@ from jax import Array
 from jax.flatten_util import ravel_pytree
 
 from rljax.agents.base import Agent, config, static, traced
-from rljax.agents.on_policy import Trajectory, episode_metrics, first_episodes
-from rljax.envs import Environment, TimeStep, vectorize
+from rljax.agents.on_policy import Trajectory, acting, episode_metrics, first_episodes
+from rljax.envs import Environment, vectorize
 from rljax.networks import PolicyOutput, actor_critic
 from rljax.networks.policy import DISTRIBUTIONS, NETWORKS
 from rljax.networks.torsos import ACTIVATIONS
@@ -150,13 +150,4 @@ def make(config: Config, env: Environment) -> Agent:
         metrics["unfinished"] = 1.0 - (transitions.done & mask).any(0).mean()
         return TrainState(params, opt_state, key), {**metrics, **episode_metrics(transitions, mask)}
 
-    def start(state: TrainState, timestep: TimeStep) -> Any:
-        return policy.start(state.params, timestep)
-
-    def act(state: TrainState, carry: Any, timestep: TimeStep, key: Array, greedy: bool) -> tuple[Any, Array]:
-        carry = start(state, timestep) if carry is None else carry
-        carry, output = policy.step(state.params, carry, timestep)
-        distribution = output.distribution
-        return carry, distribution.to_action(distribution.mode() if greedy else distribution.sample(key))
-
-    return Agent(init, step, start, act, env_steps=config.num_envs * config.num_steps)
+    return Agent(init, step, *acting(policy), env_steps=config.num_envs * config.num_steps)

@@ -10,12 +10,11 @@ from rljax.envs.base import Environment, TimeStep
 from rljax.envs.spaces import Box, Space
 
 
-class TimeLimit:
-    """Truncates an episode after ``max_steps`` steps; a termination at the very last step stays a termination."""
+class Wrapper:
+    """Passes everything on to ``env``; a subclass changes what it is about."""
 
-    def __init__(self, env: Environment, max_steps: Any):
+    def __init__(self, env: Environment):
         self.env = env
-        self.max_steps = max_steps
         self.reset_pool = getattr(env, "reset_pool", 0)
 
     @property
@@ -25,6 +24,20 @@ class TimeLimit:
     @property
     def action_space(self) -> Space:
         return self.env.action_space
+
+    def reset(self, key: Array) -> tuple[Any, TimeStep]:
+        return self.env.reset(key)
+
+    def step(self, key: Array, state: Any, action: Array) -> tuple[Any, TimeStep]:
+        return self.env.step(key, state, action)
+
+
+class TimeLimit(Wrapper):
+    """Truncates an episode after ``max_steps`` steps; a termination at the very last step stays a termination."""
+
+    def __init__(self, env: Environment, max_steps: Any):
+        super().__init__(env)
+        self.max_steps = max_steps
 
     def reset(self, key: Array) -> tuple[Any, TimeStep]:
         state, timestep = self.env.reset(key)
@@ -38,22 +51,21 @@ class TimeLimit:
         return (inner, elapsed), timestep.replace(truncated=timestep.truncated | cut)
 
 
-class SelectObservation:
+class SelectObservation(Wrapper):
     """Shows only some entries of a flat observation, so that the rest must be remembered or inferred."""
 
     def __init__(self, env: Environment, indices: tuple[int, ...]):
+        super().__init__(env)
         space = env.observation_space
         if not isinstance(space, Box) or len(space.shape) != 1:
             raise ValueError(f"SelectObservation takes flat Box observations, the environment has {space}")
-        self.env = env
-        self.reset_pool = getattr(env, "reset_pool", 0)
         self._indices = np.asarray(indices)
         low, high = (jnp.broadcast_to(jnp.asarray(x), space.shape)[self._indices] for x in (space.low, space.high))
-        self.observation_space = Box(low, high, (len(indices),), space.dtype)
+        self._space = Box(low, high, (len(indices),), space.dtype)
 
     @property
-    def action_space(self) -> Space:
-        return self.env.action_space
+    def observation_space(self) -> Space:
+        return self._space
 
     def reset(self, key: Array) -> tuple[Any, TimeStep]:
         state, timestep = self.env.reset(key)
@@ -69,24 +81,12 @@ class SelectObservation:
         )
 
 
-class ScaleReward:
+class ScaleReward(Wrapper):
     """Multiplies every reward by ``scale``."""
 
     def __init__(self, env: Environment, scale: Any):
-        self.env = env
+        super().__init__(env)
         self.scale = scale
-        self.reset_pool = getattr(env, "reset_pool", 0)
-
-    @property
-    def observation_space(self) -> Space:
-        return self.env.observation_space
-
-    @property
-    def action_space(self) -> Space:
-        return self.env.action_space
-
-    def reset(self, key: Array) -> tuple[Any, TimeStep]:
-        return self.env.reset(key)
 
     def step(self, key: Array, state: Any, action: Array) -> tuple[Any, TimeStep]:
         state, timestep = self.env.step(key, state, action)
