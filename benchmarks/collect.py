@@ -60,7 +60,6 @@ TARGETS = {
     "grpo_cartpole": ("500", "the most that 500 steps pay"),
     "sac_pendulum": (">= -157 within 20k", "-157, rl-baselines3-zoo, SAC at 20k"),
     "td3_pendulum": (">= -152 within 20k", "-152, rl-baselines3-zoo, TD3 at 20k"),
-    "sac_mountain_car_continuous": (">= 92", "92, gymnax README"),
 }
 
 

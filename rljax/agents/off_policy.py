@@ -118,6 +118,8 @@ def fill(envs: VectorEnvironment, key: Array, capacity: int, num_steps: int, n_s
 def update_target(target: Any, params: Any, gradient_steps: Array, tau: Array | float, every: int) -> Any:
     """``tau * params + (1 - tau) * target`` at every ``every``-th gradient step, else ``target``."""
     moved = optax.incremental_update(params, target, tau)
+    if every == 1:
+        return moved
     due = gradient_steps % every == 0
     return jax.tree.map(lambda new, old: jnp.where(due, new, old), moved, target)
 
