@@ -1,6 +1,7 @@
 """What every agent must do: solve the probes that it can, resume bit for bit, keep its types, draw afresh at every step."""
 
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -14,6 +15,9 @@ from rljax.envs import Box, Discrete, restart
 from rljax.experiment import evaluate_agent
 from rljax.networks import actor_critic
 from tests.agents import probes
+
+# Where compiling is all that costs.
+quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 OFF_POLICY = dict(
     hidden=(32,), learning_rate=5e-3, discount=0.5, num_envs=8, num_steps=16, batch_size=64, buffer_size=1024, learning_starts=64
@@ -142,8 +146,8 @@ VARIANTS = {
 @pytest.mark.parametrize("name", AGENTS)
 def test_resume_is_bit_for_bit(name):
     agent = rljax.make_agent(dataclasses.replace(SMALL[name], **VARIANTS.get(name, {})), env_of(name))
-    chunk = jax.jit(lambda state: jax.lax.scan(lambda s, _: agent.step(s), state, length=3)[0])
-    start = agent.init(jax.random.key(3))
+    chunk = quick_jit(lambda state: jax.lax.scan(lambda s, _: agent.step(s), state, length=3)[0])
+    start = quick_jit(agent.init)(jax.random.key(3))
     straight = chunk(chunk(start))
     numbers = plain(chunk(start))  # what a checkpoint holds
     restored = jax.tree.map(
@@ -168,7 +172,7 @@ def test_state_types_are_stable(name):
 @pytest.mark.parametrize("name", AGENTS)
 def test_every_step_draws_afresh_and_learns(name):
     agent = rljax.make_agent(SMALL[name], env_of(name))
-    states, step = [agent.init(jax.random.key(0))], jax.jit(agent.step)
+    states, step = [quick_jit(agent.init)(jax.random.key(0))], quick_jit(agent.step)
     for _ in range(2):
         states.append(step(states[-1])[0])
     assert len({tuple(np.asarray(jax.random.key_data(s.key)).tolist()) for s in states}) == 3
@@ -189,8 +193,8 @@ def test_traced_hyper_parameters_are_swept_by_vmap(name):
         agent = rljax.make_agent(config, env_of(name))
         return jax.lax.scan(lambda s, _: agent.step(s), agent.init(jax.random.key(0)), length=2)[0].params
 
-    swept = jax.jit(jax.vmap(final))(jnp.array([0.9, 1.0]))
-    solo = jax.jit(final)(1.0)
+    swept = quick_jit(jax.vmap(final))(jnp.array([0.9, 1.0]))
+    solo = quick_jit(final)(1.0)
     for many, one in zip(jax.tree.leaves(swept), jax.tree.leaves(solo), strict=True):
         np.testing.assert_allclose(many[1], one, atol=2e-3)
 
@@ -199,7 +203,7 @@ def test_traced_hyper_parameters_are_swept_by_vmap(name):
 def test_actions_are_in_the_space(name):
     env = env_of(name)
     agent = rljax.make_agent(SMALL[name], env)
-    state = jax.jit(agent.init)(jax.random.key(0))
+    state = quick_jit(agent.init)(jax.random.key(0))
     timestep = jax.vmap(env.reset)(jax.random.split(jax.random.key(1), 16))[1]
     for greedy in (False, True):
         _, action = agent.act(state, None, timestep, jax.random.key(2), greedy)
