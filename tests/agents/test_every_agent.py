@@ -36,7 +36,7 @@ SMALL = {
     "sac": sac.Config(**OFF_POLICY, target_tau=0.05, initial_temperature=0.1),
     "td3": td3.Config(**OFF_POLICY, target_tau=0.05),
 }
-UPDATES = {"reinforce": 100, "a2c": 150, "pqn": 150}  # calls of step; the others get 60
+UPDATES = {"reinforce": 100, "a2c": 150, "grpo": 150, "pqn": 150}  # calls of step; the others get 60
 VALUE_BASED = ("a2c", "ppo", "pqn", "dqn", "c51", "sac")
 DISCRETE = tuple(name for name in SMALL if name != "td3")
 MASKS = DISCRETE

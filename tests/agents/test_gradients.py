@@ -40,7 +40,7 @@ class TwoChoices:
 
 def exact_gradient(params):
     env = TwoChoices()
-    policy = actor_critic(env.observation_space, env.action_space, hidden=(8,))
+    policy = actor_critic(env.observation_space, env.action_space, hidden=(8,), has_value="critic" in params)
 
     def objective(flat):
         timesteps = jax.vmap(restart)(jnp.eye(3))
