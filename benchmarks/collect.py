@@ -88,7 +88,12 @@ def last_returns(data: dict) -> np.ndarray:
 
 def score(final: np.ndarray) -> str:
     low, high = bootstrap_interval(final)
-    return f"**{iqm(final):.1f}** [{low:.1f}, {high:.1f}]"
+    d = decimals(final)
+    return f"**{iqm(final):.{d}f}** [{low:.{d}f}, {high:.{d}f}]"
+
+
+def decimals(final: np.ndarray) -> int:
+    return 1 if np.abs(final).max() >= 10 else 3
 
 
 def row(data: dict) -> str:
@@ -99,7 +104,7 @@ def row(data: dict) -> str:
     return (
         f"| {data['agent']} | {data['env']} | {data['steps_done']:,} | {len(final)} "
         f"| {score(final)} | "
-        f"{final.min():.1f} to {final.max():.1f} | {data['random']['return']:.1f} | {failures} | {target} | {source} |"
+        f"{final.min():.{decimals(final)}f} to {final.max():.{decimals(final)}f} | {data['random']['return']:.1f} | {failures} | {target} | {source} |"
     )
 
 
