@@ -100,11 +100,13 @@ def row(data: dict) -> str:
     """A line of the table; a failed seed is named and left out of the IQM."""
     final = last_returns(data)
     target, source = TARGETS.get(data["name"], ("", ""))
+    digits = decimals(final)
     failures = ", ".join(f"seed {failure['seed']}" for failure in data["failed"]) or "none"
     return (
         f"| {data['agent']} | {data['env']} | {data['steps_done']:,} | {len(final)} "
         f"| {score(final)} | "
-        f"{final.min():.{decimals(final)}f} to {final.max():.{decimals(final)}f} | {data['random']['return']:.1f} | {failures} | {target} | {source} |"
+        f"{final.min():.{digits}f} to {final.max():.{digits}f} | {data['random']['return']:.1f} "
+        f"| {failures} | {target} | {source} |"
     )
 
 
