@@ -26,18 +26,18 @@ RETURNS = (20, 50, 100, 200, 400)  # of training: where policies are about as go
 def collect(paths: list[str]) -> None:
     studies: dict[str, dict] = {}
     for path in paths:
-        experiment, run = load_run(path), result(path, states=())
+        experiment, run, files = load_run(path), result(path, states=()), read_run(path)
         study = studies.setdefault(
-            experiment.name, {"env": experiment.env, "steps": int(run.eval_steps[-1]), "versions": [], "settings": {}}
+            experiment.name, {"env": experiment.env, "steps": int(run.eval_steps[-1]), "versions": {}, "settings": {}}
         )
-        study["versions"] = {key: read_run(path).info["versions"][key] for key in ("python", "rljax", "jax")}
+        study["versions"] = {key: files.info["versions"][key] for key in ("python", "rljax", "jax")}
         static = {"algo.baseline": getattr(experiment.algo, "baseline", None)}
         static["algo.normalize_rewards"] = getattr(experiment.algo, "normalize_rewards", None)
         for lane, returns in zip(run.lanes, run.eval_returns, strict=True):
             swept = {key: value for key, value in lane.items() if key not in ("lane", "seed")}
             options = {key.split(".")[-1]: value for key, value in {**static, **swept}.items() if value is not None}
             label = ", ".join(f"{key} {str(value).lower()}" for key, value in options.items())
-            rows = [row for row in read_run(path).rows if row["lane"] == lane["lane"]]
+            rows = [row for row in files.rows if row["lane"] == lane["lane"]]
             study["settings"].setdefault(label, []).append(
                 {"seed": lane["seed"], "return": round(float(returns[-1]), 4), "variance": variances(rows)}
             )

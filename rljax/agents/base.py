@@ -62,19 +62,29 @@ def config(cls: type[T]) -> type[T]:
     return jax.tree_util.register_dataclass(made, data_fields=names[True], meta_fields=names[False])
 
 
+def range_text(meta: Any) -> str:
+    """The bounds or choices of a field, as in ">= 0 and <= 1"; empty without any."""
+    if meta.get("choices"):
+        return "one of " + ", ".join(meta["choices"])
+    bounds = ((">=", meta.get("low")), ("<=", meta.get("high")), (">", meta.get("above")))
+    return " and ".join(f"{sign} {bound}" for sign, bound in bounds if bound is not None)
+
+
+def is_in_range(value: Any, meta: Any) -> bool:
+    """Whether a number or a choice is one that its field allows."""
+    low, high, above, choices = (meta.get(key) for key in ("low", "high", "above", "choices"))
+    if choices is not None and value not in choices:
+        return False
+    return (low is None or value >= low) and (high is None or value <= high) and (above is None or value > above)
+
+
 def _check_fields(self: Any) -> None:
     """Raises ValueError, naming the field, for a number out of its range or an unknown choice; tracers pass."""
     for field in dataclasses.fields(self):
-        value, meta = getattr(self, field.name), field.metadata
-        if isinstance(value, str) and meta.get("choices") and value not in meta["choices"]:
-            raise ValueError(f"algo.{field.name} must be one of {', '.join(meta['choices'])}, got {value!r}")
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            low, high, above = (meta.get(key) for key in ("low", "high", "above"))
-            is_outside = (low is not None and value < low) or (high is not None and value > high)
-            if is_outside or (above is not None and value <= above):
-                bounds = ((">=", low), ("<=", high), (">", above))
-                text = " and ".join(f"{sign} {bound}" for sign, bound in bounds if bound is not None)
-                raise ValueError(f"algo.{field.name} must be {text}, got {value!r}")
+        value = getattr(self, field.name)
+        is_plain = isinstance(value, int | float | str) and not isinstance(value, bool)
+        if is_plain and not is_in_range(value, field.metadata):
+            raise ValueError(f"algo.{field.name} must be {range_text(field.metadata)}, got {value!r}")
 
 
 def agent_module(name: str) -> Any:

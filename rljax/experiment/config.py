@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import tomli_w
 
-from rljax.agents.base import AGENTS, agent_module, static
+from rljax.agents.base import AGENTS, agent_module, is_in_range, range_text, static
 from rljax.envs.registry import WRAPPERS, did_you_mean, env_parameters, make_env
 from rljax.experiment import devices
 
@@ -169,7 +169,11 @@ def describe(experiment: Experiment) -> list[tuple[str, str, str]]:
     rows = [(f.name, getattr(experiment, f.name), f.metadata) for f in _top_fields().values()]
     rows += [(f"algo.{f.name}", getattr(experiment.algo, f.name), f.metadata) for f in dataclasses.fields(experiment.algo)]
     options = [
-        (key, json.dumps(_plain(value)), meta["doc"] + _range_text(meta, ": ") + (" [traced]" if meta["traced"] else ""))
+        (
+            key,
+            json.dumps(_plain(value)),
+            meta["doc"] + f": {range_text(meta)}" * bool(range_text(meta)) + (" [traced]" if meta["traced"] else ""),
+        )
         for key, value, meta in rows
     ]
     for key, default in {**env_parameters(experiment.env), **WRAPPERS}.items():
@@ -346,24 +350,11 @@ def _check_range(key: str, value: Any, meta: Any, origin: str) -> None:
     for item in value if isinstance(value, tuple) else (value,):
         if item is None:
             continue
-        low, high, above, choices = (meta.get(k) for k in ("low", "high", "above", "choices"))
-        if choices is not None and item not in choices:
-            raise InputError(
-                f"{origin}: {key} must be one of {', '.join(choices)}, got {item!r}{did_you_mean(item, list(choices))}"
-            )
-        is_outside = (low is not None and item < low) or (high is not None and item > high)
-        if is_outside or (above is not None and item <= above):
-            raise InputError(f"{origin}: {key} must be{_range_text(meta)}, got {item!r}")
+        if not is_in_range(item, meta):
+            near = did_you_mean(item, list(meta["choices"])) if meta.get("choices") else ""
+            raise InputError(f"{origin}: {key} must be {range_text(meta)}, got {item!r}{near}")
     if key.endswith("hidden") and (not value or min(value) < 1):
         raise InputError(f"{origin}: {key} must hold one or more positive sizes, got {list(value)}")
-
-
-def _range_text(meta: Any, before: str = " ") -> str:
-    bounds = ((">=", meta.get("low")), ("<=", meta.get("high")), (">", meta.get("above")))
-    text = " and ".join(f"{sign} {bound}" for sign, bound in bounds if bound is not None)
-    if meta.get("choices"):
-        text = "one of " + ", ".join(meta["choices"])
-    return before + text if text else ""
 
 
 def _env_value(key: str, value: Any, default: Any, origin: str) -> Any:

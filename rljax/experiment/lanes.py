@@ -105,8 +105,10 @@ def build(experiment: Experiment, devices: list[Any] | None = None) -> Program:
 
     def evaluate(lane: Any, state: Any) -> Evaluation:
         traces["evaluate"] += 1
-        _, agent = bind(lane)
-        env = make_env(experiment.env, **_of_evaluation({**experiment.env_params, **lane[2]}))
+        env, agent = bind(lane)
+        env_params = {**experiment.env_params, **lane[2]}
+        if "reward_scale" in env_params:
+            env = make_env(experiment.env, **_of_evaluation(env_params))
         return evaluate_agent(agent, env, state, evaluation_key(experiment), experiment.eval_episodes, experiment.eval_max_steps)
 
     lanes = _stack(experiment)
@@ -115,10 +117,11 @@ def build(experiment: Experiment, devices: list[Any] | None = None) -> Program:
     mesh = Mesh(np.asarray(devices), (AXIS,))
     example = jax.tree.map(lambda x: x[0], lanes)
     env_steps, init_steps = _checked(lambda: _steps(bind, example))
-    any_env = fixed_env or _checked(lambda: make_env(experiment.env, **{**experiment.env_params, **_first(experiment)}))
-    for algo in {tuple((key[5:], row[key]) for key in experiment.sweep if key.startswith("algo.")) for row in experiment.lanes()}:
-        # What an agent checks of its options it can only see where they are numbers.
-        _checked(lambda algo=algo: make_agent(dataclasses.replace(experiment.algo, **dict(algo)), any_env))
+    swept = [key for key in experiment.sweep if key.startswith("algo.")]
+    if swept:  # what an agent checks of its options it can only see where they are numbers
+        any_env = fixed_env or _checked(lambda: make_env(experiment.env, **{**experiment.env_params, **_first(experiment)}))
+        for algo in {tuple((key[5:], row[key]) for key in swept) for row in experiment.lanes()}:
+            _checked(lambda algo=algo: make_agent(dataclasses.replace(experiment.algo, **dict(algo)), any_env))
     updates = max(1, -(-(experiment.total_steps - init_steps) // env_steps))
     updates_per_chunk = max(1, -(-updates // (experiment.evals * CHUNKS_PER_EVAL)))
     num_chunks = -(-updates // updates_per_chunk)
