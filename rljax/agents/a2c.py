@@ -113,7 +113,7 @@ def make(config: Config, env: Environment) -> Agent:
         # Rollout.
         world, trajectory = rollout(policy, envs, state.params, state.world, rollout_key, config.num_steps)
         transitions = trajectory.transitions
-        first_carry = jax.tree.map(lambda x: x[0], trajectory.carries)
+        first_carry = trajectory.first_carry
 
         # Targets.
         values = policy.unroll(state.params, first_carry, trajectory.timesteps).value
@@ -133,8 +133,7 @@ def make(config: Config, env: Environment) -> Agent:
         # Update.
         params, unravel = ravel_pytree(state.params)
         gradient_of = jax.grad(lambda params, *args: loss(unravel(params), *args), has_aux=True)
-        acting = jax.tree.map(lambda x: x[:-1], trajectory.timesteps)
-        gradient, metrics = gradient_of(params, first_carry, acting, trajectory.samples, advantages, targets)
+        gradient, metrics = gradient_of(params, first_carry, trajectory.starts, trajectory.samples, advantages, targets)
         direction, opt_state = optimizer.update(gradient, state.opt_state)
         params = params - learning_rate * jnp.asarray(direction)
         metrics["grad_norm"] = optax.tree.norm(gradient)

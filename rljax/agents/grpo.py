@@ -141,7 +141,7 @@ def make(config: Config, env: Environment) -> Agent:
         # Episodes.
         trajectory, mask = first_episodes(policy, envs, state.params, episode_key, config.num_steps)
         transitions = trajectory.transitions
-        first_carry = jax.tree.map(lambda x: x[0], trajectory.carries)
+        first_carry = trajectory.first_carry
 
         # Targets: the return of an episode against its group's.
         episode_returns = jnp.where(mask, transitions.reward, 0.0).sum(0).reshape(config.num_groups, config.group_size)
@@ -154,8 +154,9 @@ def make(config: Config, env: Environment) -> Agent:
 
         # Update.
         zeros = jnp.zeros_like(transitions.reward)
-        acting = jax.tree.map(lambda x: x[:-1], trajectory.timesteps)
-        batch = Batch(acting, trajectory.samples, mask, zeros, zeros, jnp.broadcast_to(advantages.reshape(-1), mask.shape))
+        batch = Batch(
+            trajectory.starts, trajectory.samples, mask, zeros, zeros, jnp.broadcast_to(advantages.reshape(-1), mask.shape)
+        )
         log_prob, _ = log_probs(state.params, first_carry, batch)
         ref_log_prob = log_prob if state.reference is None else log_probs(state.reference, first_carry, batch)[0]
         batch = batch.replace(log_prob=jnp.where(mask, log_prob, 0.0), ref_log_prob=jnp.where(mask, ref_log_prob, 0.0))

@@ -31,6 +31,16 @@ class Trajectory(struct.PyTreeNode):
         """``[T, B]``: what each step led to."""
         return jax.tree.map(lambda x: x[1:], self.timesteps)
 
+    @property
+    def starts(self) -> TimeStep:
+        """``[T, B]``: what each step acted on."""
+        return jax.tree.map(lambda x: x[:-1], self.timesteps)
+
+    @property
+    def first_carry(self) -> Any:
+        """``[B, ...]``: the policy's carry before the first step."""
+        return jax.tree.map(lambda x: x[0], self.carries)
+
 
 def rollout(
     policy: Policy,

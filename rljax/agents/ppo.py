@@ -179,7 +179,7 @@ def make(config: Config, env: Environment) -> Agent:
             running_return, trace = normalization.return_trace(running_return, rewards, transitions.done, config.discount)
             return_stats = normalization.update_stats(return_stats, trace)
             rewards = jnp.clip(rewards / normalization.standard_deviation(return_stats), -10.0, 10.0)
-        first_carry = jax.tree.map(lambda x: x[0], trajectory.carries)
+        first_carry = trajectory.first_carry
         output = policy.unroll(state.params, first_carry, trajectory.timesteps)
         values = output.value[:-1]
         following = next_values(policy, state.params, trajectory, output.value)
@@ -190,9 +190,9 @@ def make(config: Config, env: Environment) -> Agent:
             advantages = normalization.whiten(advantages)
 
         # Update.
-        timesteps, distribution = jax.tree.map(lambda x: x[:-1], (trajectory.timesteps, output.distribution))
+        distribution = jax.tree.map(lambda x: x[:-1], output.distribution)
         log_prob = distribution.log_prob(trajectory.samples)
-        batch = Batch(timesteps, trajectory.samples, log_prob, values, advantages, targets)
+        batch = Batch(trajectory.starts, trajectory.samples, log_prob, values, advantages, targets)
         if not recurrent:
             batch = jax.tree.map(lambda x: x.reshape(1, -1, *x.shape[2:]), batch)
         learning_rate = config.learning_rate * schedule(config.learning_rate_schedule, state.updates)

@@ -133,8 +133,7 @@ def make(config: Config, env: Environment) -> Agent:
         )
 
         # Update.
-        acting = jax.tree.map(lambda x: x[:-1], trajectory.timesteps)
-        batch = jax.tree.map(lambda x: x.reshape(batch_size, *x.shape[2:]), (acting, trajectory.samples, targets))
+        batch = jax.tree.map(lambda x: x.reshape(batch_size, *x.shape[2:]), (trajectory.starts, trajectory.samples, targets))
         params, unravel = ravel_pytree(state.params)
         gradient_of = jax.grad(lambda params, *args: loss(unravel(params), *args), has_aux=True)
 

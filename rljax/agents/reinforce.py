@@ -95,8 +95,7 @@ def make(config: Config, env: Environment) -> Agent:
         return jnp.where(others > 0, total / jnp.maximum(others, 1), 0.0)
 
     def unroll(params: Any, trajectory: Trajectory) -> PolicyOutput:
-        timesteps = jax.tree.map(lambda x: x[:-1], trajectory.timesteps)
-        return policy.unroll(params, jax.tree.map(lambda x: x[0], trajectory.carries), timesteps)
+        return policy.unroll(params, trajectory.first_carry, trajectory.starts)
 
     def policy_loss(output: PolicyOutput, trajectory: Trajectory, mask: Array, advantages: Array) -> Array:
         """``-mean over episodes of sum over t of A_t log pi(a_t|s_t)``."""
