@@ -14,13 +14,14 @@ from flax import struct
 from jax import Array
 from jax.flatten_util import ravel_pytree
 
-from rljax.agents.base import Agent, config, static, traced
+from rljax.agents.base import Agent
 from rljax.agents.on_policy import acting, episode_metrics, next_values, rollout
 from rljax.envs import Environment, TimeStep, vectorize
 from rljax.networks import actor_critic
 from rljax.networks.policy import DISTRIBUTIONS, NETWORKS
 from rljax.networks.torsos import ACTIVATIONS
 from rljax.ops import losses, normalization, returns, schedules
+from rljax.options import config, static, traced
 
 OPTIMIZERS = {
     "adam": optax.scale_by_adam,

@@ -12,12 +12,13 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from rljax.agents.base import Agent, config, static, traced
+from rljax.agents.base import Agent
 from rljax.agents.q_learning import QLearningConfig, q_learning
 from rljax.envs import Environment, vectorize
 from rljax.networks import action_values
 from rljax.networks.distributions import mask_logits
 from rljax.ops import replay
+from rljax.options import config, static, traced
 
 
 @config

@@ -12,12 +12,13 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from rljax.agents.base import Agent, config, traced
+from rljax.agents.base import Agent
 from rljax.agents.q_learning import QLearningConfig, q_learning
 from rljax.envs import Environment, vectorize
 from rljax.networks import action_values
 from rljax.networks.distributions import mask_logits, pick
 from rljax.ops import replay
+from rljax.options import config, traced
 
 
 @config

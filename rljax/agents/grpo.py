@@ -1,7 +1,12 @@
-"""Group relative policy optimisation (Shao et al. 2024, arXiv 2402.03300): no value network.
+"""Group relative policy optimisation (Shao et al. 2024, arXiv 2402.03300) and its relatives: no value network.
 
-The members of a group start from the same reset, and an episode's advantage is its return against those of its group. The policy
-loss is PPO's clipped one; ``kl_coef`` adds the KL to the reference, the policy that training started from, as a leash.
+The members of a group start from the same reset, and an episode's advantage is its return against those of its group. The same
+file trains CartPole and language models: an episode of tokens differs from others in its environment and its network alone.
+
+The family, and where each member is defined: GRPO; Dr. GRPO (Liu et al. 2025, arXiv 2503.20783): ``advantage`` "unscaled" and
+``aggregate`` "constant"; RLOO (Ahmadian et al. 2024, arXiv 2402.14740): "leave-one-out"; REINFORCE++ (Hu et al. 2025, arXiv
+2501.03262); DAPO (Yu et al. 2025, arXiv 2503.14476): ``clip_high``, ``aggregate`` "token", ``oversample``, ``overlong_steps``;
+GSPO (Zheng et al. 2025, arXiv 2507.18071) and CISPO (MiniMax 2025, arXiv 2506.13585): ``policy_loss``.
 """
 
 from typing import Any
@@ -11,17 +16,20 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 from jax import Array
-from jax.flatten_util import ravel_pytree
 
-from rljax.agents.base import Agent, config, static, traced
-from rljax.agents.on_policy import acting, episode_metrics, first_episodes, shuffled_minibatches
-from rljax.envs import Environment, TimeStep, group
-from rljax.networks import actor_critic
+from rljax.agents.base import Agent
+from rljax.agents.on_policy import Episodes, acting, first_episodes, shuffled_minibatches
+from rljax.envs import Environment, TimeStep, Tokens, group
+from rljax.networks import Policy, Transformer, actor_critic, transformer
+from rljax.networks.distributions import log_prob_and_entropy
 from rljax.networks.policy import DISTRIBUTIONS, NETWORKS
 from rljax.networks.torsos import ACTIVATIONS
 from rljax.ops import groups, kl, losses
+from rljax.options import config, static, traced
 
+ADVANTAGES = ("group", "batch-scaled", "unscaled", "leave-one-out", "reinforce++", "reinforce++-baseline")
 AGGREGATES = ("token", "sequence", "sequence-sum", "constant")
+POLICY_LOSSES = ("clip", "gspo", "cispo")
 
 
 @config
@@ -29,25 +37,52 @@ class Config:
     learning_rate: float = traced(1e-3, "Adam's step size", low=0)
     clip_low: float = traced(0.2, "the ratio counts down to 1 - clip_low", above=0)
     clip_high: float = traced(0.2, "the ratio counts up to 1 + clip_high; above clip_low it is DAPO's clip-higher", above=0)
+    dual_clip: float | None = traced(None, "bounds the loss of a negative advantage A at -dual_clip A; none: no bound", above=1)
     kl_coef: float | None = traced(
-        None, "weight of the KL penalty to the policy that training started from; none: no penalty", low=0
+        None, "weight of the KL penalty to the policy that training started from; 0: only measured; none: not even that", low=0
     )
-    entropy_coef: float = traced(0.0, "weight of the entropy bonus", low=0)
+    kl_target: float | None = traced(
+        None, "KL of an episode that kl_coef is steered to (Ziegler 2019); none: it is fixed", above=0
+    )
+    kl_horizon: float = traced(1e4, "episodes in which a steered kl_coef moves by a fifth", above=0)
+    entropy_coef: float | None = traced(None, "weight of the entropy bonus; none: no bonus", low=0)
+    temperature: float = traced(1.0, "of the logits of a transformer, in sampling and in every loss", above=0)
+    top_p: float | None = traced(
+        None, "samples from the likeliest tokens of this much probability; none: from all", above=0, high=1
+    )
+    min_p: float | None = traced(None, "samples no token less likely than this times the likeliest; none: any", low=0, high=1)
     max_grad_norm: float = traced(0.5, "bound on the gradient's global norm", above=0)
     advantage_eps: float = traced(1e-4, "added to the deviation that advantages are divided by", low=0)
     adam_eps: float = traced(1e-5, "Adam's epsilon", above=0)
-    advantage_scale: str = static("group", "deviation that advantages are divided by", choices=("group", "batch", "none"))
+    advantage: str = static("group", "against which mean and over which deviation", choices=ADVANTAGES)
+    policy_loss: str = static(
+        "clip", "PPO's clipped ratio of each step, of the whole episode (gspo), or clipped weights (cispo)", choices=POLICY_LOSSES
+    )
     aggregate: str = static("token", "how steps become one loss", choices=AGGREGATES)
-    kl_estimator: str = static("k3", "of the KL penalty; k1 is left out: its gradient is zero on average", choices=("k2", "k3"))
+    kl_in: str = static("loss", "where the KL penalty enters", choices=("loss", "reward"))
+    kl_level: str = static(
+        "token", "of a KL in the reward: each step has its own, or the episode the sum", choices=("token", "sequence")
+    )
+    kl_estimator: str = static("k3", "of a KL in the loss; in the reward it is k1", choices=("k1", "k2", "k3"))
     num_groups: int = static(8, "groups of an update, P", low=1)
     group_size: int = static(8, "episodes of a group, G", low=2)
-    num_steps: int = static(500, "longest episode, T: later steps are cut off", low=1)
+    oversample: int = static(
+        1, "plays this many times num_groups and keeps those whose returns differ, as far as there are (DAPO)", low=1
+    )
+    num_steps: int = static(500, "longest episode, T: later steps are cut off; of tokens, at most the environment's limit", low=1)
+    overlong_steps: int = static(
+        0, "an episode of tokens pays up to 1 for its last steps before T, so many (DAPO); 0: nothing", low=0
+    )
+    mask_truncated: bool = static(False, "leave truncated episodes out of the loss")
     num_epochs: int = static(2, "passes over the episodes", low=1)
-    num_minibatches: int = static(4, "gradient steps of each pass; each takes some of the P * G episodes", low=1)
-    network: str = static("mlp", "torso of the policy", choices=NETWORKS)
+    num_minibatches: int = static(4, "gradient steps of each pass; each takes some of the groups", low=1)
+    num_microbatches: int = static(1, "parts of a minibatch, one in memory at a time; the gradient is that of the whole", low=1)
+    top_k: int = static(0, "samples from the top_k likeliest tokens; 0: from all", low=0)
+    network: str = static("mlp", "torso of the policy, where there is no [model]", choices=NETWORKS)
     hidden: tuple[int, ...] = static((64, 64), "sizes of the hidden layers; of a gru the last is the carry")
     activation: str = static("tanh", "of the hidden layers", choices=tuple(ACTIVATIONS))
     distribution: str = static("auto", "over actions; auto: categorical or gaussian", choices=DISTRIBUTIONS)
+    model: Transformer | None = static(None, "the transformer of [model]; none: the network above")
 
 
 class TrainState(struct.PyTreeNode):
@@ -56,129 +91,235 @@ class TrainState(struct.PyTreeNode):
     Attributes:
       params: the policy's parameters.
       reference: the reference policy's; None without a leash.
-      opt_state: Adam's moments, of the parameters as one flat vector.
+      kl_coef: float32, the weight of the leash; None without one.
+      opt_state: Adam's moments.
       key: typed PRNG key, advanced at every step.
     """
 
     params: Any
     reference: Any
+    kl_coef: Any
     opt_state: Any
     key: Array
 
 
 class Batch(struct.PyTreeNode):
-    """What the loss sees of the episodes, ``[T, B]`` with ``B = P * G``, the members of a group side by side."""
+    """What the loss sees of the episodes, ``[T, B]``, the members of a group side by side; ``first`` is ``[B]``."""
 
-    timesteps: TimeStep
+    first: TimeStep
+    starts: TimeStep
     samples: Array
     mask: Array
-    log_prob: Array
-    ref_log_prob: Array
+    log_prob: Array | None
+    ref_log_prob: Array | None
     advantages: Array
 
 
 def make(config: Config, env: Environment) -> Agent:
-    """GRPO on ``num_groups`` groups of ``group_size`` episodes of ``env``; all ``B * T`` simulated steps count, masked or not.
+    """GRPO on ``num_groups`` groups of ``group_size`` episodes of ``env``.
+
+    Steps are counted as if every episode took all of its ``T``, whether it ended before or not.
 
     Raises:
-      ValueError: one line that names the key: minibatches that do not divide the episodes, a network or distribution that does
-        not fit the environment's spaces.
+      ValueError: one line that names the key: sizes that do not divide each other, a KL in the loss by k1, a network or
+        distribution that does not fit the environment's spaces.
     """
-    envs = group(env, config.num_groups, config.group_size)
-    policy = actor_critic(
-        env.observation_space,
-        env.action_space,
-        config.network,
-        config.hidden,
-        config.activation,
-        config.distribution,
-        has_value=False,
-    )
-    num_episodes = config.num_groups * config.group_size
-    if num_episodes % config.num_minibatches:
-        raise ValueError(f"algo.num_minibatches ({config.num_minibatches}) must divide num_groups * group_size ({num_episodes})")
+    num_groups, group_size = config.num_groups, config.group_size
+    envs = group(env, num_groups * config.oversample, group_size)
+    space = env.observation_space
+    num_steps = min(config.num_steps, space.length - space.prompt) if isinstance(space, Tokens) else config.num_steps
+    _check(config)
+    policy = make_policy(config, env, group_size)
+    has_kl, kl_in_loss = config.kl_coef is not None, config.kl_coef is not None and config.kl_in == "loss"
+    is_one_step = config.num_epochs * config.num_minibatches == 1
     optimizer = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.scale_by_adam(eps=config.adam_eps))
 
-    def init(key: Array, data: None = None) -> TrainState:
+    def init(key: Array, data: None = None, params: Any = None) -> TrainState:
         key, env_key, params_key = jax.random.split(key, 3)
-        params = policy.init(params_key, envs.reset(env_key)[1])
-        reference = None if config.kl_coef is None else params
-        return TrainState(params, reference, optimizer.init(ravel_pytree(params)[0]), key)
+        if params is None:
+            params = policy.init(params_key, envs.reset(env_key)[1])
+        kl_coef = jnp.asarray(config.kl_coef, jnp.float32) if has_kl else None
+        return TrainState(params, params if has_kl else None, kl_coef, optimizer.init(params), key)
 
-    def log_probs(params: Any, carry: Any, batch: Batch) -> tuple[Array, Array]:
-        """``(log pi(a|s), entropy)``, ``[T, B]``."""
-        distribution = policy.unroll(params, carry, batch.timesteps).distribution
-        return distribution.log_prob(batch.samples), distribution.entropy()
+    def log_probs(params: Any, batch: Batch) -> tuple[Array, Array]:
+        """``(log pi(a|s), entropy)``, ``[T, B]``; 0 where a step is masked: what stands there must not reach a product."""
+        output = policy.unroll(params, policy.start(params, batch.first), batch.starts)
+        log_prob, entropy = log_prob_and_entropy(output.distribution, batch.samples)
+        return jnp.where(batch.mask, log_prob, 0.0), jnp.where(batch.mask, entropy, 0.0)
 
-    def loss(params: Any, carry: Any, batch: Batch) -> tuple[Array, dict[str, Array]]:
-        log_prob, entropy = log_probs(params, carry, batch)
+    def keep_uneven(episodes: Episodes) -> Episodes:
+        """Of the groups that were played, ``num_groups``: first those whose returns differ, then as many others as are
+        missing."""
+        returns = episodes.returns.reshape(-1, group_size)
+        order = jnp.argsort(returns.max(1) == returns.min(1), stable=True)[:num_groups]
+        columns = (order[:, None] * group_size + jnp.arange(group_size)).reshape(-1)
+        return jax.tree.map(lambda x: x[:, columns], episodes)
+
+    def scores(episodes: Episodes) -> tuple[Array, Array]:
+        """``(return, valid)`` of each episode, ``[P, G]``; shaped for its length, and invalid where its reward could not be
+        had."""
+        returns, transitions = episodes.returns, episodes.transitions
+        if config.overlong_steps:
+            returns = returns + losses.overlong_penalty(episodes.mask.sum(0), num_steps, config.overlong_steps)
+        valid = jnp.ones(returns.shape, bool)
+        if "valid" in transitions.info:
+            valid = jnp.all(jnp.where(episodes.last, transitions.info["valid"], True), 0)
+        return returns.reshape(num_groups, group_size), valid.reshape(num_groups, group_size)
+
+    def advantages_of(rewards: Array, valid: Array) -> Array:
+        """``[P, G]``."""
+        if config.advantage == "leave-one-out":
+            return groups.leave_one_out_advantages(rewards, valid)
+        if config.advantage == "reinforce++":
+            return groups.reinforce_plus_plus_advantages(rewards, valid, centre="batch")
+        if config.advantage == "reinforce++-baseline":
+            return groups.reinforce_plus_plus_advantages(rewards, valid, centre="group")
+        scale = {"group": "group", "batch-scaled": "batch", "unscaled": "none"}[config.advantage]
+        return groups.group_advantages(rewards, valid, scale=scale, eps=config.advantage_eps)  # type: ignore[arg-type]
+
+    def loss(params: Any, batch: Batch, kl_coef: Any, whole: Array) -> tuple[Array, dict[str, Array]]:
+        """Of one micro-batch of the minibatch whose mask is ``whole``; summed over them it is the minibatch's own."""
 
         def mean(values: Array, how: Any = "token") -> Array:
-            return losses.masked_mean(values, batch.mask, how)
+            return losses.aggregate(values, batch.mask, how)[0] / jnp.maximum(losses.aggregate(whole, whole, how)[1], 1.0)
 
-        # Where a step is masked, its ratio may be anything: it must not reach a product.
-        log_prob = jnp.where(batch.mask, log_prob, 0.0)
-        policy_loss = losses.clipped_surrogate(log_prob, batch.log_prob, batch.advantages, config.clip_low, config.clip_high)
-        per_step = policy_loss - config.entropy_coef * entropy
-        log_ratio = log_prob - batch.log_prob
+        log_prob, entropy = log_probs(params, batch)
+        old_log_prob = jax.lax.stop_gradient(log_prob) if batch.log_prob is None else batch.log_prob
+        log_ratio = log_prob - old_log_prob
+        if config.policy_loss == "cispo":
+            policy_loss = losses.cispo(log_prob, old_log_prob, batch.advantages, 1.0 + config.clip_high)
+        else:
+            if config.policy_loss == "gspo":
+                log_ratio = losses.sequence_log_ratio(log_prob, old_log_prob, batch.mask, per_token=True)
+            policy_loss = losses.clipped_surrogate(
+                log_ratio, jnp.zeros_like(log_ratio), batch.advantages, config.clip_low, config.clip_high, config.dual_clip
+            )
+        per_step = policy_loss if config.entropy_coef is None else policy_loss - config.entropy_coef * entropy
         clipped = (log_ratio < jnp.log1p(-config.clip_low)) | (log_ratio > jnp.log1p(config.clip_high))
         metrics = {
-            "loss/policy": mean(policy_loss),
+            "loss/policy": mean(policy_loss, config.aggregate),
             "entropy": mean(entropy),
-            "kl": mean(kl.kl_estimate(-log_ratio, jnp.zeros_like(log_ratio), "k3")),
+            "kl": mean(kl.kl_estimate(old_log_prob, log_prob, "k3")),
             "clip_fraction": mean(clipped.astype(jnp.float32)),
-            "ratio_error": jnp.where(batch.mask, jnp.abs(jnp.expm1(log_ratio)), 0.0).max(),
+            "ratio_error": jnp.abs(jnp.expm1(log_ratio)).max(),
         }
-        if config.kl_coef is not None:
+        if kl_in_loss:
             leash = kl.kl_estimate(log_prob, batch.ref_log_prob, config.kl_estimator)  # type: ignore[arg-type]
-            metrics["kl_reference"] = mean(leash)
-            per_step = per_step + config.kl_coef * leash
+            per_step = per_step + kl_coef * leash
         return mean(per_step, config.aggregate), metrics
+
+    def minibatch_gradient(params: Any, batch: Batch, kl_coef: Any) -> tuple[Any, dict[str, Array]]:
+        gradient_of = jax.grad(loss, has_aux=True)
+        if config.num_microbatches == 1:
+            return gradient_of(params, batch, kl_coef, batch.mask)
+
+        def add(total, micro):
+            gradient, metrics = gradient_of(params, micro, kl_coef, batch.mask)
+            return jax.tree.map(jnp.add, total, gradient), metrics
+
+        def split(x, axis):
+            parts = x.reshape(*x.shape[:axis], config.num_microbatches, -1, *x.shape[axis + 1 :])
+            return jnp.moveaxis(parts, axis, 0)
+
+        micros = jax.tree.map(lambda x: split(x, 1), batch.replace(first=None))
+        micros = micros.replace(first=jax.tree.map(lambda x: split(x, 0), batch.first))
+        gradient, metrics = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), micros)
+        return gradient, {name: x.max() if name == "ratio_error" else x.sum() for name, x in metrics.items()}
 
     def step(state: TrainState, data: None = None) -> tuple[TrainState, dict[str, Any]]:
         key, episode_key, shuffle_key = jax.random.split(state.key, 3)
 
         # Episodes.
-        trajectory, mask = first_episodes(policy, envs, state.params, episode_key, config.num_steps)
-        transitions = trajectory.transitions
-        first_carry = trajectory.first_carry
+        episodes = first_episodes(policy, envs, state.params, episode_key, num_steps)
+        returns = episodes.returns.reshape(-1, group_size)
+        metrics: dict[str, Any] = {"flat_groups": (returns.max(1) == returns.min(1)).mean(), **episodes.metrics()}
+        if config.oversample > 1:
+            episodes = keep_uneven(episodes)
+
+        # What counts: a step with one legal action says nothing about the policy.
+        starts, mask = episodes.starts, episodes.mask
+        if starts.action_mask is not None:
+            mask = mask & (starts.action_mask.sum(-1) > 1)
+        if config.mask_truncated:
+            mask = mask & ~(episodes.last & episodes.transitions.truncated & ~episodes.transitions.terminated).any(0)
+        rewards, valid = scores(episodes)
+        mask = mask & valid.reshape(-1)
+        metrics["invalid"] = 1.0 - valid.mean()
 
         # Targets: the return of an episode against its group's.
-        episode_returns = jnp.where(mask, transitions.reward, 0.0).sum(0).reshape(config.num_groups, config.group_size)
-        advantages = groups.group_advantages(
-            episode_returns,
-            scale=config.advantage_scale,  # type: ignore[arg-type]
-            eps=config.advantage_eps,
+        batch = Batch(episodes.first, starts, episodes.samples, mask, None, None, jnp.zeros(mask.shape))
+        log_prob: Any = None if is_one_step and not has_kl else log_probs(state.params, batch)[0]
+        ref_log_prob: Any = log_probs(state.reference, batch)[0] if has_kl else None
+        kl_coef = state.kl_coef
+        if has_kl:
+            for kind in ("k1", "k2", "k3"):
+                estimate = kl.kl_estimate(log_prob, ref_log_prob, kind)
+                metrics[f"kl_reference/{kind}"] = losses.masked_mean(estimate, mask)
+            episode_kl = losses.masked_mean(log_prob - ref_log_prob, mask, "sequence-sum")
+            metrics |= {"kl_reference/episode": episode_kl, "kl_coef": kl_coef}
+            if config.kl_target is not None:
+                kl_coef = kl.adaptive_coefficient(kl_coef, episode_kl, config.kl_target, config.kl_horizon, mask.shape[1])
+        if has_kl and config.kl_in == "reward":
+            # Each step answers for what is still to come; in "sequence", for all of it.
+            penalty = state.kl_coef * (log_prob - ref_log_prob)
+            still_to_come = jnp.flip(jnp.cumsum(jnp.flip(penalty, 0), 0), 0)
+            penalty = still_to_come if config.kl_level == "token" else jnp.broadcast_to(penalty.sum(0), penalty.shape)
+            advantages = jax.vmap(lambda p: advantages_of(rewards - p.reshape(rewards.shape), valid).reshape(-1))(penalty)
+        else:
+            advantages = jnp.broadcast_to(advantages_of(rewards, valid).reshape(-1), mask.shape)
+        batch = batch.replace(
+            advantages=advantages,
+            log_prob=None if is_one_step else log_prob,
+            ref_log_prob=ref_log_prob if kl_in_loss else None,
         )
-        is_flat = episode_returns.max(1) == episode_returns.min(1)
 
         # Update.
-        zeros = jnp.zeros_like(transitions.reward)
-        batch = Batch(
-            trajectory.starts, trajectory.samples, mask, zeros, zeros, jnp.broadcast_to(advantages.reshape(-1), mask.shape)
-        )
-        log_prob, _ = log_probs(state.params, first_carry, batch)
-        ref_log_prob = log_prob if state.reference is None else log_probs(state.reference, first_carry, batch)[0]
-        batch = batch.replace(log_prob=jnp.where(mask, log_prob, 0.0), ref_log_prob=jnp.where(mask, ref_log_prob, 0.0))
-        params, unravel = ravel_pytree(state.params)
-        gradient_of = jax.grad(lambda params, *args: loss(unravel(params), *args), has_aux=True)
-
-        def minibatch_step(learner, columns):
+        def minibatch_step(learner, chosen):
             params, opt_state = learner
-            minibatch = jax.tree.map(lambda x: x[:, columns], batch)
-            carry = jax.tree.map(lambda x: x[columns], first_carry)
-            gradient, metrics = gradient_of(params, carry, minibatch)
+            columns = (chosen[:, None] * group_size + jnp.arange(group_size)).reshape(-1)
+            minibatch = jax.tree.map(lambda x: x[:, columns], batch.replace(first=None))
+            minibatch = minibatch.replace(first=jax.tree.map(lambda x: x[columns], batch.first))
+            gradient, metrics = minibatch_gradient(params, minibatch, state.kl_coef)
             direction, opt_state = optimizer.update(gradient, opt_state)
             metrics["grad_norm"] = optax.tree.norm(gradient)
-            return (params - config.learning_rate * jnp.asarray(direction), opt_state), metrics
+            return (jax.tree.map(lambda p, d: p - config.learning_rate * d, params, direction), opt_state), metrics
 
-        order = shuffled_minibatches(shuffle_key, num_episodes, config.num_epochs, config.num_minibatches)
-        (params, opt_state), per_minibatch = jax.lax.scan(minibatch_step, (params, state.opt_state), order)
-        ratio_error = per_minibatch.pop("ratio_error")[0]  # of the first minibatch: 0 up to rounding
-        metrics: dict[str, Any] = {**jax.tree.map(jnp.mean, per_minibatch), "ratio_error": ratio_error}
-        metrics["flat_groups"] = is_flat.mean()
-        metrics["unfinished"] = 1.0 - (transitions.done & mask).any(0).mean()
-        metrics.update(episode_metrics(transitions, mask))
-        return TrainState(unravel(params), state.reference, opt_state, key), metrics
+        order = shuffled_minibatches(shuffle_key, num_groups, config.num_epochs, config.num_minibatches)
+        (params, opt_state), per_minibatch = jax.lax.scan(minibatch_step, (state.params, state.opt_state), order)
+        metrics["ratio_error"] = per_minibatch.pop("ratio_error")[0]  # of the first minibatch: 0 up to rounding
+        metrics |= jax.tree.map(jnp.mean, per_minibatch)
+        return TrainState(params, state.reference, kl_coef, opt_state, key), metrics
 
-    return Agent(init, step, *acting(policy), env_steps=num_episodes * config.num_steps)
+    num_episodes = num_groups * config.oversample * group_size
+    return Agent(init, step, *acting(make_policy(config, env, 1)), env_steps=num_episodes * num_steps)
+
+
+def make_policy(config: Config, env: Environment, group_size: int) -> Policy:
+    """The policy of a config, for rows of which each ``group_size`` neighbours start alike."""
+    if config.model is not None:
+        return transformer(
+            config.model,
+            env.observation_space,
+            group_size=group_size,
+            temperature=config.temperature,
+            top_k=config.top_k,
+            top_p=1.0 if config.top_p is None else config.top_p,
+            min_p=0.0 if config.min_p is None else config.min_p,
+        )
+    spaces = (env.observation_space, env.action_space)
+    return actor_critic(*spaces, config.network, config.hidden, config.activation, config.distribution, has_value=False)
+
+
+def _check(config: Config) -> None:
+    size = config.num_groups
+    for name in ("num_minibatches", "num_microbatches"):
+        if size % getattr(config, name):
+            raise ValueError(f"algo.{name} ({getattr(config, name)}) must divide the {size} groups that it splits")
+        size //= getattr(config, name)
+    if config.kl_coef is not None and config.kl_in == "loss" and config.kl_estimator == "k1":
+        raise ValueError(
+            'algo.kl_estimator "k1" in the loss has a gradient of zero on average, so it holds nothing; use "k2" or "k3", '
+            'or algo.kl_in = "reward"'
+        )
+    if config.kl_target is not None and config.kl_coef is None:
+        raise ValueError("algo.kl_target steers algo.kl_coef: set that too, to where it starts")

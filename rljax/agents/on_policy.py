@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array
 
-from rljax.envs import TimeStep, VectorEnvironment
+from rljax.envs import TimeStep, VectorEnvironment, all_ended
 from rljax.networks import Policy
 
 
@@ -104,21 +104,114 @@ def acting(
     return start, act
 
 
-def first_episodes(policy: Policy, envs: VectorEnvironment, params: Any, key: Array, num_steps: int) -> tuple[Trajectory, Array]:
+class Episodes(struct.PyTreeNode):
+    """One episode of each of ``B`` environments, from a reset on; what follows an episode's end is masked.
+
+    Attributes:
+      timesteps: ``[T + 1, B]``; step t acts on ``timesteps[t]`` and leads to ``timesteps[t + 1]``.
+      samples: ``[T, B, ...]``, draws in the coordinates of the policy's distribution.
+      mask: bool ``[T, B]``, True up to and with each episode's last step.
+    """
+
+    timesteps: TimeStep
+    samples: Array
+    mask: Array
+
+    @property
+    def first(self) -> TimeStep:
+        """``[B]``: the time steps of the resets."""
+        return jax.tree.map(lambda x: x[0], self.timesteps)
+
+    @property
+    def starts(self) -> TimeStep:
+        """``[T, B]``: what each step acted on."""
+        return jax.tree.map(lambda x: x[:-1], self.timesteps)
+
+    @property
+    def transitions(self) -> TimeStep:
+        """``[T, B]``: what each step led to."""
+        return jax.tree.map(lambda x: x[1:], self.timesteps)
+
+    @property
+    def last(self) -> Array:
+        """bool ``[T, B]``, True at the last step of each episode that ended within T steps."""
+        return self.transitions.done & self.mask
+
+    @property
+    def returns(self) -> Array:
+        """float32 ``[B]``, undiscounted."""
+        return jnp.where(self.mask, self.transitions.reward, 0.0).sum(0)
+
+    def metrics(self) -> dict[str, Any]:
+        """``(sum, count)`` pairs over the episodes that ended, each counted once, and the share that did not."""
+        ended = self.last.any(0)
+
+        def over_ended(x: Array) -> tuple[Array, Array]:
+            return jnp.where(ended, x.astype(jnp.float32), 0.0).sum(), ended.sum()
+
+        def at_last(x: Array) -> Array:
+            return jnp.where(self.last, x.astype(jnp.float32), 0.0).sum(0)
+
+        transitions = self.transitions
+        components = {name: at_last(x) for name, x in transitions.info.items() if name.startswith("reward/")}
+        return {
+            "episode/return": over_ended(self.returns),
+            "episode/return_square": over_ended(jnp.square(self.returns)),
+            "episode/length": over_ended(self.mask.sum(0)),
+            "episode/truncated": over_ended(at_last(transitions.truncated & ~transitions.terminated)),
+            **{name: over_ended(x) for name, x in components.items()},
+            "unfinished": 1.0 - ended.mean(),
+        }
+
+
+def first_episodes(policy: Policy, envs: VectorEnvironment, params: Any, key: Array, num_steps: int) -> Episodes:
     """One episode of each environment, from a fresh reset, cut after ``num_steps`` steps.
 
-    Every environment plays exactly one, so that short episodes count no more than long ones; what follows an episode that ended
-    early is masked.
-
-    Returns:
-      ``(Trajectory, mask)``, the mask bool ``[T, B]``, True up to and with each episode's last step.
+    Every environment plays exactly one, so that short episodes count no more than long ones. Playing stops when all have ended;
+    the steps that are left repeat the last time step.
     """
-    reset_key, rollout_key = jax.random.split(key)
-    env_state, timestep = envs.reset(reset_key)
-    world = (env_state, timestep, policy.start(params, timestep))
-    _, trajectory = rollout(policy, envs, params, world, rollout_key, num_steps)
-    ended = jnp.cumsum(trajectory.transitions.done, axis=0)
-    return trajectory, jnp.concatenate([jnp.ones_like(ended[:1], bool), ended[:-1] == 0])
+    reset_key, noise_key, env_key = jax.random.split(key, 3)
+    state, first = envs.reset(reset_key)
+    first = envs.without_statistics(first)
+    carry = policy.start(params, first)
+
+    # Random numbers are drawn for all steps at once: inside the loop they would cost more than the policy.
+    shapes = jax.eval_shape(lambda: policy.step(params, carry, first)[1].distribution)
+    noise = jax.vmap(shapes.noise)(jax.random.split(noise_key, num_steps))
+    env_keys = jax.random.split(env_key, (num_steps, envs.num_envs))
+    sample = jax.eval_shape(lambda d: d.from_noise(jax.tree.map(lambda x: x[0], noise)), shapes)
+
+    def running(loop):
+        step, _, _, _, alive, _ = loop
+        return (step < num_steps) & ~all_ended(~alive)
+
+    def play(loop):
+        step, env_state, timestep, carry, alive, episodes = loop
+        carry, output = policy.step(params, carry, timestep)
+        sample = output.distribution.from_noise(jax.tree.map(lambda x: x[step], noise))
+        env_state, timestep = jax.vmap(envs.env.step)(env_keys[step], env_state, output.distribution.to_action(sample))
+        timestep = timestep.replace(next_action_mask=timestep.action_mask)
+        episodes = Episodes(
+            jax.tree.map(lambda xs, x: xs.at[step + 1].set(x), episodes.timesteps, timestep),
+            episodes.samples.at[step].set(sample),
+            episodes.mask.at[step].set(alive),
+        )
+        return step + 1, env_state, timestep, carry, alive & ~timestep.done, episodes
+
+    alive = jnp.ones(envs.num_envs, bool)
+    episodes = Episodes(
+        jax.tree.map(lambda x: jnp.zeros((num_steps + 1, *x.shape), x.dtype).at[0].set(x), first),
+        jnp.zeros((num_steps, *sample.shape), sample.dtype),
+        jnp.zeros((num_steps, envs.num_envs), bool),
+    )
+    loop = (jnp.zeros((), jnp.int32), state.env, first, carry, alive, episodes)
+    step, _, last, _, _, episodes = jax.lax.while_loop(running, play, loop)
+
+    def fill(xs, x):
+        is_left = jnp.arange(num_steps + 1) > step
+        return jnp.where(is_left.reshape(-1, *(1,) * x.ndim), x, xs)
+
+    return episodes.replace(timesteps=jax.tree.map(fill, episodes.timesteps, last))
 
 
 def next_values(policy: Policy, params: Any, trajectory: Trajectory, values: Array) -> Array:
@@ -160,12 +253,9 @@ def shuffled_minibatches(key: Array, size: int, num_epochs: int, num_minibatches
     return order.astype(jnp.int32).reshape(num_epochs * num_minibatches, -1)
 
 
-def episode_metrics(transitions: TimeStep, mask: Array | None = None) -> dict[str, Any]:
-    """``(sum, count)`` pairs over the episodes that ended in ``transitions`` ``[T, B]``, each counted once.
-
-    Where ``mask`` ``[T, B]`` is given, steps outside it do not count.
-    """
-    done = transitions.done if mask is None else transitions.done & mask
+def episode_metrics(transitions: TimeStep) -> dict[str, Any]:
+    """``(sum, count)`` pairs over the episodes that ended in ``transitions`` ``[T, B]``, each counted once."""
+    done = transitions.done
     count = done.sum()
 
     def over_ended(x):

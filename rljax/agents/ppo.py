@@ -14,13 +14,14 @@ from flax import struct
 from jax import Array
 from jax.flatten_util import ravel_pytree
 
-from rljax.agents.base import Agent, config, static, traced
+from rljax.agents.base import Agent
 from rljax.agents.on_policy import acting, episode_metrics, next_values, rollout, shuffled_minibatches
 from rljax.envs import Box, Environment, TimeStep, vectorize
 from rljax.networks import actor_critic
 from rljax.networks.policy import DISTRIBUTIONS, NETWORKS
 from rljax.networks.torsos import ACTIVATIONS
 from rljax.ops import kl, losses, normalization, returns, schedules
+from rljax.options import config, static, traced
 
 
 @config

@@ -13,7 +13,7 @@ from flax import struct
 from jax import Array
 from jax.flatten_util import ravel_pytree
 
-from rljax.agents.base import Agent, config, static, traced
+from rljax.agents.base import Agent
 from rljax.agents.on_policy import episode_metrics, next_values, rollout, shuffled_minibatches
 from rljax.envs import Environment, TimeStep, vectorize
 from rljax.networks import EpsilonGreedy, Policy, PolicyOutput, action_values
@@ -21,6 +21,7 @@ from rljax.networks.distributions import mask_logits, pick
 from rljax.networks.torsos import ACTIVATIONS
 from rljax.networks.values import FEED_FORWARD
 from rljax.ops import returns, schedules
+from rljax.options import config, static, traced
 
 
 @config

@@ -10,7 +10,7 @@ from flax import struct
 from jax import Array
 from jax.flatten_util import ravel_pytree
 
-from rljax.agents.base import Agent, config, static, traced
+from rljax.agents.base import Agent
 from rljax.agents.off_policy import Loop, act_and_learn, fill, fill_steps, update_target
 from rljax.envs import Discrete, TimeStep, VectorEnvironment
 from rljax.networks import EpsilonGreedy, Network
@@ -18,6 +18,7 @@ from rljax.networks.distributions import mask_logits
 from rljax.networks.torsos import ACTIVATIONS
 from rljax.networks.values import FEED_FORWARD
 from rljax.ops import replay, schedules
+from rljax.options import config, static, traced
 
 
 @config

@@ -15,13 +15,14 @@ from flax import struct
 from jax import Array
 from jax.flatten_util import ravel_pytree
 
-from rljax.agents.base import Agent, config, static, traced
-from rljax.agents.on_policy import Trajectory, acting, episode_metrics, first_episodes
+from rljax.agents.base import Agent
+from rljax.agents.on_policy import Episodes, acting, first_episodes
 from rljax.envs import Environment, vectorize
 from rljax.networks import PolicyOutput, actor_critic
 from rljax.networks.policy import DISTRIBUTIONS, NETWORKS
 from rljax.networks.torsos import ACTIVATIONS
 from rljax.ops import losses, returns
+from rljax.options import config, static, traced
 
 BASELINES = ("none", "mean", "value")
 
@@ -94,59 +95,56 @@ def make(config: Config, env: Environment) -> Agent:
         total = jnp.where(mask, targets, 0.0).sum(1, keepdims=True) - targets
         return jnp.where(others > 0, total / jnp.maximum(others, 1), 0.0)
 
-    def unroll(params: Any, trajectory: Trajectory) -> PolicyOutput:
-        return policy.unroll(params, trajectory.first_carry, trajectory.starts)
+    def unroll(params: Any, episodes: Episodes) -> PolicyOutput:
+        return policy.unroll(params, policy.start(params, episodes.first), episodes.starts)
 
-    def policy_loss(output: PolicyOutput, trajectory: Trajectory, mask: Array, advantages: Array) -> Array:
+    def policy_loss(output: PolicyOutput, episodes: Episodes, advantages: Array) -> Array:
         """``-mean over episodes of sum over t of A_t log pi(a_t|s_t)``."""
-        log_prob = output.distribution.log_prob(trajectory.samples)
-        return losses.masked_mean(-advantages * log_prob, mask, "sequence-sum")
+        log_prob = output.distribution.log_prob(episodes.samples)
+        return losses.masked_mean(-advantages * log_prob, episodes.mask, "sequence-sum")
 
-    def loss(
-        params: Any, trajectory: Trajectory, mask: Array, advantages: Array, targets: Array
-    ) -> tuple[Array, dict[str, Array]]:
-        output = unroll(params, trajectory)
-        value_loss = losses.masked_mean(losses.squared_error(output.value, targets), mask, "token")
-        entropy = losses.masked_mean(output.distribution.entropy(), mask, "token")
-        metrics = {"loss/policy": policy_loss(output, trajectory, mask, advantages), "entropy": entropy}
+    def loss(params: Any, episodes: Episodes, advantages: Array, targets: Array) -> tuple[Array, dict[str, Array]]:
+        output = unroll(params, episodes)
+        value_loss = losses.masked_mean(losses.squared_error(output.value, targets), episodes.mask, "token")
+        entropy = losses.masked_mean(output.distribution.entropy(), episodes.mask, "token")
+        metrics = {"loss/policy": policy_loss(output, episodes, advantages), "entropy": entropy}
         total = metrics["loss/policy"] - config.entropy_coef * entropy
         if config.baseline == "value":
             metrics["loss/value"] = value_loss
             total = total + config.value_coef * value_loss
         return total, metrics
 
-    def gradient_variance(params: Any, trajectory: Trajectory, mask: Array, advantages: Array) -> Array:
+    def gradient_variance(params: Any, episodes: Episodes, advantages: Array) -> Array:
         """Trace of the covariance of the policy gradient, estimated from the gradient of each episode."""
 
         def gradient(params: Any, *episode: Any) -> Array:
             one = jax.tree.map(lambda x: x[:, None], episode)
             return ravel_pytree(jax.grad(lambda params: policy_loss(unroll(params, one[0]), *one))(params))[0]
 
-        each = jax.vmap(gradient, (None, 1, 1, 1))(params, trajectory, mask, advantages)  # [B, parameters]
+        each = jax.vmap(gradient, (None, 1, 1))(params, episodes, advantages)  # [B, parameters]
         return jnp.var(each, axis=0, ddof=1).sum() / config.num_envs
 
     def step(state: TrainState, data: None = None) -> tuple[TrainState, dict[str, Any]]:
         key, episode_key = jax.random.split(state.key)
-        trajectory, mask = first_episodes(policy, envs, state.params, episode_key, config.num_steps)
-        transitions = trajectory.transitions
+        episodes = first_episodes(policy, envs, state.params, episode_key, config.num_steps)
+        transitions = episodes.transitions
 
         # Targets: the discounted sum of what the episode still earns.
         nothing = jnp.zeros_like(transitions.reward)
         targets = returns.discounted_returns(
             transitions.reward, nothing, transitions.terminated, transitions.truncated, config.discount
         )
-        advantages = targets - baseline(targets, unroll(state.params, trajectory).value, mask)
+        advantages = targets - baseline(targets, unroll(state.params, episodes).value, episodes.mask)
 
         # Update.
         params, unravel = ravel_pytree(state.params)
         gradient_of = jax.grad(lambda params, *args: loss(unravel(params), *args), has_aux=True)
-        gradient, metrics = gradient_of(params, trajectory, mask, advantages, targets)
+        gradient, metrics = gradient_of(params, episodes, advantages, targets)
         metrics["grad_norm"] = optax.tree.norm(gradient)
         if config.gradient_variance:
-            metrics["gradient_variance"] = gradient_variance(state.params, trajectory, mask, advantages)
+            metrics["gradient_variance"] = gradient_variance(state.params, episodes, advantages)
         direction, opt_state = optimizer.update(gradient, state.opt_state)
         params = unravel(params - config.learning_rate * jnp.asarray(direction))
-        metrics["unfinished"] = 1.0 - (transitions.done & mask).any(0).mean()
-        return TrainState(params, opt_state, key), {**metrics, **episode_metrics(transitions, mask)}
+        return TrainState(params, opt_state, key), {**metrics, **episodes.metrics()}
 
     return Agent(init, step, *acting(policy), env_steps=config.num_envs * config.num_steps)

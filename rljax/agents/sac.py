@@ -14,7 +14,7 @@ from flax import struct
 from jax import Array
 from jax.flatten_util import ravel_pytree
 
-from rljax.agents.base import Agent, config, static, traced
+from rljax.agents.base import Agent
 from rljax.agents.off_policy import Loop, act_and_learn, fill, fill_steps, update_target
 from rljax.envs import Discrete, Environment, Space, TimeStep, vectorize
 from rljax.networks import Categorical, Network, TanhGaussian, action_values, continuous_critics, feed_forward
@@ -22,6 +22,7 @@ from rljax.networks.distributions import mask_logits, pick
 from rljax.networks.torsos import ACTIVATIONS
 from rljax.networks.values import FEED_FORWARD, action_bounds
 from rljax.ops import replay
+from rljax.options import config, static, traced
 
 
 @config

@@ -13,13 +13,14 @@ from flax import struct
 from jax import Array
 from jax.flatten_util import ravel_pytree
 
-from rljax.agents.base import Agent, config, static, traced
+from rljax.agents.base import Agent
 from rljax.agents.off_policy import Loop, act_and_learn, fill, fill_steps
 from rljax.envs import Environment, TimeStep, vectorize
 from rljax.networks import continuous_critics, feed_forward
 from rljax.networks.torsos import ACTIVATIONS
 from rljax.networks.values import action_bounds
 from rljax.ops import replay
+from rljax.options import config, static, traced
 
 
 @config

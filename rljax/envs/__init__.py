@@ -2,8 +2,8 @@
 
 from rljax.envs.base import Environment, TimeStep, check, restart, transition
 from rljax.envs.registry import env_names, env_parameters, make_env, register_env
-from rljax.envs.spaces import Box, Discrete, MultiDiscrete, Space
-from rljax.envs.vector import VectorEnvironment, group, vectorize
+from rljax.envs.spaces import Box, Discrete, MultiDiscrete, Space, Tokens
+from rljax.envs.vector import VectorEnvironment, all_ended, group, vectorize
 from rljax.envs.wrappers import TimeLimit
 
 __all__ = [
@@ -14,7 +14,9 @@ __all__ = [
     "Space",
     "TimeLimit",
     "TimeStep",
+    "Tokens",
     "VectorEnvironment",
+    "all_ended",
     "check",
     "env_names",
     "env_parameters",

@@ -17,6 +17,10 @@ from rljax.envs.wrappers import ScaleReward, SelectObservation, TimeLimit
 OWN = {
     "StatelessCartPole": "rljax.envs.registry:stateless_cartpole",
     "TicTacToe": "rljax.envs.tictactoe:TicTacToe",
+    **{
+        f"tokens/{name}": f"rljax.lm.tasks:{name}"
+        for name in ("addition", "chain_sum", "reversing", "sorting", "brackets", "countdown", "multiplication")
+    },
 }
 WRAPPERS = {"time_limit": 1, "reward_scale": 1.0}  # keyword arguments of `make_env` for every environment, with examples
 _registered: dict[str, Callable[..., Environment]] = {}

@@ -64,6 +64,39 @@ class MultiDiscrete:
         return jnp.all((x >= 0) & (x < jnp.asarray(self.nvec)))
 
 
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+    """A context of token ids, int32 ``[length]``: a prompt in the first ``prompt`` places, padded at its left, then what was
+    said.
+
+    A place that holds nothing is -1, which is no id: whether a token is there never depends on which token it is.
+    """
+
+    n: int
+    length: int
+    prompt: int
+
+    def __post_init__(self):
+        if not (self.n >= 1 and 1 <= self.prompt <= self.length):
+            raise ValueError(f"Tokens needs n >= 1 and 1 <= prompt <= length, got {self}")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.length,)
+
+    @property
+    def dtype(self) -> Any:
+        return jnp.int32
+
+    def sample(self, key: Array) -> Array:
+        """A uniform draw of a full context, int32 ``[length]``."""
+        return jax.random.randint(key, self.shape, 0, self.n, jnp.int32)
+
+    def contains(self, x: Array) -> Array:
+        """bool ``[]``."""
+        return jnp.all((x >= -1) & (x < self.n))
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Box:
     """Arrays of one shape between two bounds, which broadcast against ``shape`` and may be infinite."""
@@ -92,4 +125,4 @@ class Box:
         return jnp.all((x >= self.low) & (x <= self.high))
 
 
-Space = Discrete | MultiDiscrete | Box
+Space = Discrete | MultiDiscrete | Box | Tokens

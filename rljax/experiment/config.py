@@ -20,11 +20,13 @@ import jax
 import jax.numpy as jnp
 import tomli_w
 
-from rljax.agents.base import AGENTS, agent_module, is_in_range, range_text, static
+from rljax.agents.base import AGENTS, agent_module
 from rljax.envs.registry import WRAPPERS, did_you_mean, env_parameters, make_env
 from rljax.experiment import devices
+from rljax.networks import Transformer
+from rljax.options import is_in_range, range_text, static
 
-SECTIONS = ("algo", "env_params", "sweep")
+SECTIONS = ("model", "algo", "env_params", "sweep")
 
 
 class InputError(ValueError):
@@ -35,6 +37,7 @@ class InputError(ValueError):
 class Experiment:
     """A resolved experiment: every default is filled in.
 
+    ``start_from`` is an experiment of its own, which runs first, on the seeds of this one.
     ``sweep`` maps dotted keys (``algo.*``, ``env_params.*``) to lists of values; `programs` splits it into programs and
     `lanes` lists the lanes of one.
     """
@@ -49,6 +52,7 @@ class Experiment:
     checkpoint_seconds: float = static(60.0, "least time between two checkpoints; 0: one after every chunk", low=0)
     name: str = static("", "of the run directory; the file's name by default")
     out: str = static("runs", "where run directories are made")
+    start_from: "Experiment | None" = None
     env_params: dict[str, Any] = dataclasses.field(default_factory=dict)
     algo: Any = None
     sweep: dict[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
@@ -59,9 +63,14 @@ class Experiment:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, every default written out; what ``config.toml`` holds."""
-        data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in SECTIONS}
+        data = {name: getattr(self, name) for name in _top_fields()}
         algo = {f.name: getattr(self.algo, f.name) for f in dataclasses.fields(self.algo)}
+        model = algo.pop("model", None)
+        if self.start_from is not None:
+            data["start_from"] = self.start_from.to_dict()
         data |= {"algo": {"name": self.algo_name, **algo}, "env_params": self.env_params, "sweep": self.sweep}
+        if model is not None:
+            data["model"] = dataclasses.asdict(model)
         return _plain(data)
 
     def to_toml(self) -> str:
@@ -70,7 +79,12 @@ class Experiment:
     @property
     def hash(self) -> str:
         """Twelve hex digits of what decides the result: all of the config but ``name``, ``out`` and ``checkpoint_seconds``."""
-        data = {k: v for k, v in self.to_dict().items() if k not in ("name", "out", "checkpoint_seconds")}
+
+        def decisive(data: dict[str, Any]) -> dict[str, Any]:
+            kept = {k: v for k, v in data.items() if k not in ("name", "out", "checkpoint_seconds")}
+            return {k: decisive(v) if k == "start_from" else v for k, v in kept.items()}
+
+        data = decisive(self.to_dict())
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:12]
 
     @property
@@ -81,6 +95,8 @@ class Experiment:
     def is_traced(self, key: str) -> bool:
         """Whether lanes of one program can differ in ``key``: an algorithm's traced field, or a float of the environment."""
         section, name = key.split(".", 1)
+        if section == "model":
+            return False
         if section == "algo":
             fields = {f.name: f for f in dataclasses.fields(self.algo)}
             return fields[name].metadata["traced"] and None not in self.sweep.get(key, ())
@@ -108,6 +124,9 @@ class Experiment:
     def _with(self, values: dict[str, Any]) -> "Experiment":
         algo = {key[5:]: value for key, value in values.items() if key.startswith("algo.")}
         params = {key[11:]: value for key, value in values.items() if key.startswith("env_params.")}
+        model = {key[6:]: value for key, value in values.items() if key.startswith("model.")}
+        if model:
+            algo["model"] = dataclasses.replace(self.algo.model, **model)
         return dataclasses.replace(self, algo=dataclasses.replace(self.algo, **algo), env_params={**self.env_params, **params})
 
 
@@ -167,7 +186,11 @@ def parse_overrides(arguments: list[str]) -> dict[str, Any]:
 def describe(experiment: Experiment) -> list[tuple[str, str, str]]:
     """``(dotted key, value, help)`` of every option, as resolved for ``experiment``."""
     rows = [(f.name, getattr(experiment, f.name), f.metadata) for f in _top_fields().values()]
-    rows += [(f"algo.{f.name}", getattr(experiment.algo, f.name), f.metadata) for f in dataclasses.fields(experiment.algo)]
+    algo = {f.name: f for f in dataclasses.fields(experiment.algo)}
+    if algo.pop("model", None) is not None:
+        model = experiment.algo.model or Transformer()
+        rows += [(f"model.{f.name}", getattr(model, f.name), f.metadata) for f in dataclasses.fields(model)]
+    rows += [(f"algo.{name}", getattr(experiment.algo, name), f.metadata) for name, f in algo.items()]
     options = [
         (
             key,
@@ -253,12 +276,18 @@ def _resolve(entries: dict[str, tuple[Any, str]], name: str) -> Experiment:
         )
     config_class = agent_module(algo_name).Config
     algo = {f"algo.{f.name}": f for f in dataclasses.fields(config_class)}
+    takes_model = algo.pop("algo.model", None) is not None
+    if takes_model:
+        algo |= {f"model.{f.name}": f for f in dataclasses.fields(Transformer)}
+    elif model_keys := [key for key in entries if key.removeprefix("sweep.").startswith("model.")]:
+        raise InputError(f"{entries[model_keys[0]][1]}: {model_keys[0]}: algo.name {algo_name!r} has no transformer")
     hints = {
         **typing.get_type_hints(Experiment),
         **{f"algo.{k}": v for k, v in typing.get_type_hints(config_class).items()},
+        **{f"model.{k}": v for k, v in typing.get_type_hints(Transformer).items()},
     }
     fields = {**top, **algo}
-    known = [*fields, "algo.name", "base", *SECTIONS]
+    known = [*fields, "algo.name", "base", "start_from", *SECTIONS]
 
     def convert(key: str, value: Any, origin: str) -> Any:
         value = _convert(key, value, hints[key], origin)
@@ -266,6 +295,7 @@ def _resolve(entries: dict[str, tuple[Any, str]], name: str) -> Experiment:
         return value
 
     values: dict[str, Any] = {}
+    source = {key: entries.pop(key) for key in list(entries) if key.partition(".")[0] == "start_from"}
     env_entries = {key: entry for key, entry in entries.items() if key.split(".")[-2:-1] == ["env_params"]}
     for key, (value, origin) in entries.items():
         if key in env_entries:
@@ -314,16 +344,54 @@ def _resolve(entries: dict[str, tuple[Any, str]], name: str) -> Experiment:
         if settings["anneal_steps"] is None:
             settings["anneal_steps"] = float(values["total_steps"])
     top_values = {key: value for key, value in values.items() if key in top}
-    return Experiment(
+    try:
+        if sections["model"] or any(key.startswith("model.") for key in sections["sweep"]):
+            settings["model"] = Transformer(**sections["model"])
+        algo_config = config_class(**settings)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    experiment = Experiment(
         **{"name": name, **top_values},
         env_params=sections["env_params"],
-        algo=config_class(**settings),
+        algo=algo_config,
         sweep=dict(sorted(sections["sweep"].items())),
     )
+    return dataclasses.replace(experiment, start_from=_start_from(source, experiment))
+
+
+def _start_from(entries: dict[str, tuple[Any, str]], experiment: Experiment) -> Experiment | None:
+    """The experiment that runs first, from ``start_from`` (a table, or where a config or a run is) and its dotted overrides.
+
+    That of a config gets the seeds and the place of ``experiment``; a run that has those seeds stays what it is.
+    """
+    place, origin = entries.pop("start_from", (None, ""))
+    if place is None or place == "none":
+        if entries:
+            key, (_, origin) = next(iter(entries.items()))
+            raise InputError(f"{origin}: {key}: there is no start_from that it could change")
+        return None
+    if not isinstance(place, str | dict):
+        raise InputError(f"{origin}: start_from must name a config or a run directory, got {place!r}")
+    changes = {key.partition(".")[2]: entry for key, entry in entries.items()}
+    if isinstance(place, dict):
+        source = _resolve(_flatten(place, origin) | changes, "run")
+        is_run = not set(experiment.seeds) - set(source.seeds)
+    else:
+        path = Path(place) if origin == "override" else Path(origin).parent / place
+        source, is_run = load(path, {key: value for key, (value, _) in changes.items()}), path.is_dir()
+    if not is_run:
+        source = dataclasses.replace(source, seeds=experiment.seeds, out=experiment.out)
+    if source.sweep:
+        raise InputError(
+            f"{origin}: start_from: {source.name} sweeps {', '.join(source.sweep)}; lanes are told apart by their seeds alone"
+        )
+    if missing := set(experiment.seeds) - set(source.seeds):
+        raise InputError(f"{origin}: start_from: {source.name} has no lane of seed {min(missing)}")
+    return source
 
 
 def _top_fields() -> dict[str, dataclasses.Field[Any]]:
-    return {f.name: f for f in dataclasses.fields(Experiment) if f.name not in SECTIONS}
+    return {f.name: f for f in dataclasses.fields(Experiment) if f.name not in (*SECTIONS, "start_from")}
 
 
 def _convert(key: str, value: Any, hint: Any, origin: str) -> Any:

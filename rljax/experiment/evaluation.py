@@ -8,7 +8,7 @@ from flax import struct
 from jax import Array
 
 from rljax.agents import Agent
-from rljax.envs import Environment, MultiDiscrete, TimeStep
+from rljax.envs import Environment, MultiDiscrete, TimeStep, all_ended
 from rljax.networks.distributions import Categorical, MultiCategorical, mask_logits
 
 
@@ -39,7 +39,7 @@ def evaluate_agent(
 
     def running(loop):
         step, _, _, _, result = loop
-        return (step < max_steps) & ~jnp.all(result.finished)
+        return (step < max_steps) & ~all_ended(result.finished)
 
     def play(loop):
         step, env_state, timestep, carry, result = loop

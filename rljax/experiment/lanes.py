@@ -34,6 +34,7 @@ class Program:
       env_steps: environment steps per seed of one update.
       init_steps: environment steps per seed of ``init``.
       init: ``lanes -> states``, jitted.
+      init_from: ``(lanes, params) -> states``, jitted: from parameters that were trained before, ``[lanes, ...]``.
       chunk: ``(lanes, states) -> (states, {metric: (sum, count)}, finite)``, jitted; donates the states.
       evaluate: ``(lanes, states) -> Evaluation``, jitted.
       traces: how often each function was traced, by name.
@@ -49,6 +50,7 @@ class Program:
     env_steps: int
     init_steps: int
     init: Any
+    init_from: Any
     chunk: Any
     evaluate: Any
     traces: dict[str, int]
@@ -96,6 +98,10 @@ def build(experiment: Experiment, devices: list[Any] | None = None) -> Program:
         traces["init"] += 1
         return bind(lane)[1].init(jax.random.key(lane[0]))
 
+    def init_from(lane: Any, params: Any) -> Any:
+        traces["init"] += 1
+        return bind(lane)[1].init(jax.random.key(lane[0]), params=params)
+
     def chunk(lane: Any, state: Any) -> tuple[Any, dict[str, tuple[Array, Array]], Array]:
         traces["chunk"] += 1
         agent = bind(lane)[1]
@@ -137,6 +143,7 @@ def build(experiment: Experiment, devices: list[Any] | None = None) -> Program:
         env_steps=env_steps,
         init_steps=init_steps,
         init=_lift(init, mesh, per_device),
+        init_from=_lift(init_from, mesh, per_device),
         chunk=_lift(chunk, mesh, per_device, donate_argnums=(1,)),
         evaluate=_lift(evaluate, mesh, per_device),
         traces=traces,

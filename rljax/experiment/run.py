@@ -5,6 +5,7 @@ import dataclasses
 import datetime
 import errno
 import fcntl
+import inspect
 import json
 import math
 import os
@@ -83,8 +84,12 @@ def run(
         if info.get("status") == "finished":
             say({"event": "note", "text": f"finished already: {path} (--fresh starts over)"})
             return result(path)
+        params = None
+        if experiment.start_from is not None and not (path / "checkpoints").exists():
+            say({"event": "note", "text": f"first {experiment.start_from.name}, which this starts from"})
+            params = _params_of(run(experiment.start_from, listener=listener, argv=argv).states, experiment)
         try:
-            return _train(experiment, path, info, say, argv or sys.argv)
+            return _train(experiment, path, info, say, argv or sys.argv, params)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise SaveError(f"cannot write to {path}: {error.strerror}; its last checkpoint stays valid") from error
@@ -96,7 +101,44 @@ def resume(path: str | Path, **kwargs: Any) -> Result:
     return run(load_run(path), **kwargs)
 
 
-def _train(experiment: Experiment, path: Path, info: dict[str, Any], say: Listener, argv: list[str]) -> Result:
+def _params_of(states: Any, experiment: Experiment) -> Any:
+    """Parameters that the lanes of ``experiment`` begin with, ``[lanes, ...]``, out of the states that ``start_from`` ended
+    with."""
+    source = experiment.start_from
+    assert source is not None
+    rows = np.asarray([source.seeds.index(lane["seed"]) for lane in experiment.lanes()])
+    return jax.tree.map(lambda x: x[rows], states.params)
+
+
+def _begin(program: Program, params: Any) -> Any:
+    """The first states.
+
+    Raises:
+      InputError: parameters that are not the agent's, with the first that differs.
+    """
+    if params is None:
+        return program.init(program.lanes)
+    experiment = program.experiment
+    agent = lane_agent(experiment, 0)
+    if "params" not in inspect.signature(agent.init).parameters:
+        raise InputError(f"start_from: {experiment.algo_name} cannot start from parameters that were trained before")
+    own = jax.eval_shape(agent.init, jax.random.key(0)).params
+    sides = [
+        {jax.tree_util.keystr(path): tuple(leaf.shape[skip:]) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+        for tree, skip in ((own, 0), (params, 1))
+    ]
+    for name in [*sides[0], *sides[1]]:
+        if sides[0].get(name) != sides[1].get(name):
+            shapes = " and ".join("missing" if name not in side else str(list(side[name])) for side in sides)
+            raise InputError(
+                f"start_from: parameter {name} is {shapes}, here and there; give both the same [model] and env_params"
+            )
+    return program.init_from(program.lanes, program.pad(params))
+
+
+def _train(
+    experiment: Experiment, path: Path, info: dict[str, Any], say: Listener, argv: list[str], params: Any = None
+) -> Result:
     clock = time.perf_counter
     began = clock()
     program = build(experiment)
@@ -110,7 +152,7 @@ def _train(experiment: Experiment, path: Path, info: dict[str, Any], say: Listen
     chunk_program = program.chunk.lower(program.lanes, abstract).compile()
     evaluate_program = program.evaluate.lower(program.lanes, abstract).compile()
     if restored is None:
-        done, states = 0, program.init(program.lanes)
+        done, states = 0, _begin(program, params)
     else:
         done, states, notes = restored
         states = program.pad(states)
@@ -292,6 +334,7 @@ def train(experiment: Experiment) -> tuple[Any, dict[str, Array], Evaluation]:
       ``(states, {metric: [lanes, chunks]}, Evaluation [lanes, episodes] of the final policies)``.
     """
     program = build(experiment)
+    params = None if experiment.start_from is None else _params_of(train(experiment.start_from)[0], experiment)
 
     @jax.jit
     def whole(lanes):
@@ -299,7 +342,7 @@ def train(experiment: Experiment) -> tuple[Any, dict[str, Array], Evaluation]:
             states, totals, _ = program.chunk(lanes, states)
             return states, jax.tree.map(lambda pair: pair[0] / pair[1], totals, is_leaf=lambda x: isinstance(x, tuple))
 
-        states, metrics = jax.lax.scan(chunk, program.init(lanes), length=program.num_chunks)
+        states, metrics = jax.lax.scan(chunk, _begin(program, params), length=program.num_chunks)
         return states, jax.tree.map(lambda x: x.swapaxes(0, 1), metrics), program.evaluate(lanes, states)
 
     return program.unpad(whole(program.lanes))

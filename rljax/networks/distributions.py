@@ -15,6 +15,8 @@ import numpy as np
 from flax import struct
 from jax import Array
 
+from rljax.ops.sampling import filter_logits, sample_inverse_cdf
+
 _LOG_2PI = math.log(2.0 * math.pi)
 _NODES, _WEIGHTS = np.polynomial.hermite_e.hermegauss(16)
 _WEIGHTS = _WEIGHTS / _WEIGHTS.sum()
@@ -128,6 +130,111 @@ class EpsilonGreedy(struct.PyTreeNode):
 
     def to_action(self, sample: Array) -> Array:
         return sample
+
+
+class TokenCategorical(struct.PyTreeNode):
+    """A choice among ``V`` tokens, read out of hidden states only when it is asked for. Samples int32 ``[...]``.
+
+    Its logits are ``hidden @ head.T / temperature``, masked. Sampling goes through `rljax.ops.sampling.filter_logits`;
+    ``log_prob`` and ``entropy`` are the model's own at that temperature, and ``behaviour_log_prob`` is that of the filtered draw.
+
+    Attributes:
+      hidden: ``[..., width]``.
+      head: ``[V, width]``.
+      mask: bool ``[..., V]``, or None.
+      temperature, top_p, min_p: scalars.
+      top_k: 0 for all.
+      chunk: tokens whose logits exist at once in `log_prob_and_entropy`; 0 for all.
+      dtype: of the product with ``head``; the rest is float32.
+    """
+
+    hidden: Array
+    head: Array
+    mask: Array | None
+    temperature: Array | float
+    top_p: Array | float
+    min_p: Array | float
+    top_k: int = struct.field(pytree_node=False)
+    chunk: int = struct.field(pytree_node=False)
+    dtype: str = struct.field(pytree_node=False)
+
+    @property
+    def logits(self) -> Array:
+        """float32 ``[..., V]``, at the temperature, masked."""
+        return self._logits(self.hidden.reshape(-1, self.hidden.shape[-1]), self.mask).reshape(*self.hidden.shape[:-1], -1)
+
+    def _logits(self, rows: Array, mask: Array | None) -> Array:
+        product = jax.lax.dot_general(
+            rows.astype(self.dtype), self.head.astype(self.dtype), (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+        )
+        logits = product / self.temperature
+        return mask_logits(logits, None if mask is None else mask.reshape(logits.shape))
+
+    def _filtered(self) -> Array:
+        return filter_logits(self.logits, self.top_k, self.top_p, self.min_p)
+
+    def noise(self, key: Array) -> Array:
+        """Uniform ``[...]``, drawn row by row: what one row samples does not depend on how many others there are."""
+        shape = self.hidden.shape[:-1]
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(math.prod(shape)))
+        return jax.vmap(jax.random.uniform)(keys).reshape(shape)
+
+    def from_noise(self, noise: Array) -> Array:
+        return sample_inverse_cdf(self._filtered(), noise)
+
+    def sample(self, key: Array) -> Array:
+        return self.from_noise(self.noise(key))
+
+    def mode(self) -> Array:
+        return jnp.argmax(self.logits, -1).astype(jnp.int32)
+
+    def behaviour_log_prob(self, sample: Array) -> Array:
+        """Log-probability of a draw of `from_noise`: top-k, top-p and min-p renormalise."""
+        return pick(jax.nn.log_softmax(self._filtered()), sample)
+
+    def log_prob(self, sample: Array) -> Array:
+        return self.log_prob_and_entropy(sample)[0]
+
+    def entropy(self) -> Array:
+        return self.log_prob_and_entropy(jnp.zeros(self.hidden.shape[:-1], jnp.int32))[1]
+
+    def log_prob_and_entropy(self, sample: Array) -> tuple[Array, Array]:
+        """Both ``[...]``, from logits that are computed once, ``chunk`` rows at a time."""
+
+        def of_rows(rows: Array, mask: Array | None, chosen: Array) -> tuple[Array, Array]:
+            logits = self._logits(rows, mask)
+            shifted = logits - jax.lax.stop_gradient(logits.max(-1, keepdims=True))
+            exps = jnp.exp(shifted)
+            total = exps.sum(-1)
+            log_total = jnp.log(total)
+            # An illegal token has probability 0 and a logit so low that their product must not be formed.
+            expected = jnp.where(exps > 0, exps * shifted, 0.0).sum(-1) / total
+            return pick(shifted, chosen) - log_total, log_total - expected
+
+        shape = self.hidden.shape[:-1]
+        size = math.prod(shape)
+        rows, chosen = self.hidden.reshape(size, -1), sample.reshape(size)
+        mask = None if self.mask is None else self.mask.reshape(size, -1)
+        if self.chunk and self.chunk < size:
+            # The last chunk is filled up with rows that are thrown away.
+            chunks = jax.tree.map(
+                lambda x: jnp.pad(x, ((0, -size % self.chunk),) + ((0, 0),) * (x.ndim - 1)).reshape(-1, self.chunk, *x.shape[1:]),
+                (rows, mask, chosen),
+            )
+            log_prob, entropy = jax.lax.map(jax.checkpoint(lambda chunk: of_rows(*chunk)), chunks)
+            log_prob, entropy = log_prob.reshape(-1)[:size], entropy.reshape(-1)[:size]
+        else:
+            log_prob, entropy = of_rows(rows, mask, chosen)
+        return log_prob.reshape(shape), entropy.reshape(shape)
+
+    def to_action(self, sample: Array) -> Array:
+        return sample
+
+
+def log_prob_and_entropy(distribution: Distribution, sample: Array) -> tuple[Array, Array]:
+    """Both ``[...]``; in one pass where the distribution has one."""
+    together = getattr(distribution, "log_prob_and_entropy", None)
+    return together(sample) if together else (distribution.log_prob(sample), distribution.entropy())
 
 
 class MultiCategorical(struct.PyTreeNode):

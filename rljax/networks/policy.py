@@ -12,7 +12,7 @@ from jax import Array
 from jax.core import Tracer
 
 from rljax.envs.base import TimeStep
-from rljax.envs.spaces import Box, Discrete, MultiDiscrete, Space
+from rljax.envs.spaces import Box, Discrete, MultiDiscrete, Space, Tokens
 from rljax.networks.distributions import Categorical, Distribution, Gaussian, MultiCategorical, TanhGaussian, mask_logits
 from rljax.networks.torsos import MLP, MinAtarCNN, ResettableGRU, dense
 
@@ -47,7 +47,7 @@ class Policy(NamedTuple):
 
 
 def as_features(observation: Array, num_categories: int) -> Array:
-    """Float32 network input; ``num_categories`` of a Discrete observation, which becomes one-hot, 0 for a Box."""
+    """Float32 network input; ``num_categories`` of Discrete or Tokens, which become one-hot (no token: zeros), 0 for a Box."""
     if num_categories:
         return jax.nn.one_hot(observation, num_categories)
     return observation.astype(jnp.float32)
@@ -64,7 +64,7 @@ class ActorCritic(nn.Module):
     activation: str
     num_outputs: int
     state_independent_std: bool
-    num_categories: int  # of a Discrete observation, 0 for a Box
+    num_categories: int  # of a Discrete or Tokens observation, 0 for a Box
     has_value: bool
 
     @nn.compact
@@ -101,7 +101,7 @@ def actor_critic(
     """An actor-critic `Policy` for the given spaces.
 
     Args:
-      observation_space: a Box (flattened for mlp and gru) or Discrete (one-hot).
+      observation_space: a Box (flattened for mlp and gru), or Discrete or Tokens (one-hot).
       action_space: Discrete and MultiDiscrete give (masked) categoricals, Box a Gaussian.
       network: one of `NETWORKS`; for "gru" the last of ``hidden`` is the size of the carry.
       hidden: sizes of the layers.
@@ -120,7 +120,7 @@ def actor_critic(
         activation=activation,
         num_outputs=num_outputs,
         state_independent_std=isinstance(action_space, Box),
-        num_categories=observation_space.n if isinstance(observation_space, Discrete) else 0,
+        num_categories=observation_space.n if isinstance(observation_space, Discrete | Tokens) else 0,
         has_value=has_value,
     )
 
@@ -151,9 +151,9 @@ def check_observations(space: Space, network: str, networks: tuple[str, ...] = N
     """Raises ValueError, naming the config key, where ``network`` cannot take the observations."""
     if network not in networks:
         raise ValueError(f"algo.network must be one of {', '.join(networks)}, got {network!r}")
-    if not isinstance(space, Box | Discrete):
+    if not isinstance(space, Box | Discrete | Tokens):
         raise ValueError(
-            f"algo.network {network!r} takes Box or Discrete observations, the environment has {type(space).__name__}"
+            f"algo.network {network!r} takes Box, Discrete or Tokens observations, the environment has {type(space).__name__}"
         )
     if network == "minatar_cnn" and (len(space.shape) != 3 or min(space.shape[:2]) < 3):
         raise ValueError(
@@ -164,7 +164,7 @@ def check_observations(space: Space, network: str, networks: tuple[str, ...] = N
 
 def _head(space: Space, distribution: str) -> tuple[int, Callable[[Array, Any, Array | None], Distribution]]:
     """Number of network outputs, and the function ``(outputs, log_std, action_mask) -> Distribution``."""
-    if not isinstance(space, Space):
+    if not isinstance(space, Discrete | MultiDiscrete | Box):
         raise ValueError(f"algo.distribution {distribution!r} has no form for actions of type {type(space).__name__}")
     wanted = "gaussian" if isinstance(space, Box) else "categorical"
     kind = wanted if distribution == "auto" else distribution

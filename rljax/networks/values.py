@@ -9,7 +9,7 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from rljax.envs.spaces import Box, Discrete, Space
+from rljax.envs.spaces import Box, Discrete, Space, Tokens
 from rljax.networks.policy import as_features, check_observations
 from rljax.networks.torsos import MLP, MinAtarCNN, dense
 
@@ -171,7 +171,7 @@ def action_bounds(space: Space) -> tuple[Array, Array]:
 
 
 def _categories(space: Space) -> int:
-    return space.n if isinstance(space, Discrete) else 0
+    return space.n if isinstance(space, Discrete | Tokens) else 0
 
 
 def _bind(module: nn.Module) -> Network:

@@ -3,6 +3,7 @@
 from typing import Literal
 
 import chex
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -42,9 +43,7 @@ def group_advantages(
         deviation, eps = jnp.ones_like(deviation), 0.0
     elif scale != "group":
         raise ValueError(f'scale must be "group", "batch" or "none", got {scale!r}')
-    highest = jnp.max(jnp.where(valid, rewards, -jnp.inf), 1, keepdims=True)
-    lowest = jnp.min(jnp.where(valid, rewards, jnp.inf), 1, keepdims=True)
-    counts = valid & (highest > lowest)
+    counts = valid & _uneven(rewards, valid, 1)
     return jnp.where(counts, (rewards - mean) / jnp.where(counts, deviation + eps, 1.0), 0.0)
 
 
@@ -60,6 +59,69 @@ def leave_one_out_advantages(rewards: Array, valid: Array | None = None) -> Arra
     others = valid.sum(1, keepdims=True) - 1
     mean = (rewards.sum(1, keepdims=True) - rewards) / jnp.maximum(others, 1)
     return jnp.where(valid & (others > 0), rewards - mean, 0.0)
+
+
+def reinforce_plus_plus_advantages(
+    rewards: Array,
+    valid: Array | None = None,
+    *,
+    centre: Literal["batch", "group"] = "batch",
+    ddof: int = 1,
+    eps: Array | float = 1e-8,
+) -> Array:
+    """Advantages scaled by the whole batch (REINFORCE++, Hu et al. 2025, arXiv 2501.03262), ``[P, G]``.
+
+    ``(r - mean) / sqrt(variance + eps)``. The members of a batch, or with "group" of a group, whose rewards are all equal get
+    exactly 0, and so do invalid ones.
+
+    Args:
+      rewards: float32 ``[P, G]``.
+      valid: bool ``[P, G]``; None: all are.
+      centre: whose mean is subtracted. "batch" is REINFORCE++, `whiten`; "group" is REINFORCE++-baseline, whose variance is that
+        of the rewards around the means of their groups.
+      ddof: as of `whiten`, and so is ``eps``.
+
+    Raises:
+      ValueError: an unknown ``centre``.
+    """
+    chex.assert_rank(rewards, 2)
+    valid = jnp.ones(rewards.shape, bool) if valid is None else valid
+    chex.assert_equal_shape([rewards, valid])
+    if centre == "batch":
+        return whiten(rewards, valid, ddof=ddof, eps=eps)
+    if centre != "group":
+        raise ValueError(f'centre must be "batch" or "group", got {centre!r}')
+    rewards = jnp.where(valid, rewards, 0.0)
+    mean, _ = _moments(rewards, valid, 1, ddof)
+    centred = jnp.where(valid & _uneven(rewards, valid, 1), rewards - mean, 0.0)  # of mean 0 in each group, and so in the batch
+    variance = jnp.square(centred).sum() / jnp.maximum(valid.sum() - ddof, 1)
+    return jnp.where(variance > 0, centred * jax.lax.rsqrt(jnp.where(variance > 0, variance + eps, 1.0)), 0.0)
+
+
+def whiten(values: Array, mask: Array | None = None, *, ddof: int = 1, eps: Array | float = 1e-8) -> Array:
+    """``(x - mean) / sqrt(variance + eps)`` over all values that count, ``[...]``; the others get 0.
+
+    Where all are equal, or there is but one, they get exactly 0.
+
+    Args:
+      values: float32 ``[...]``: rewards of members, or advantages of steps.
+      mask: bool ``[...]``, the values that count; None: all do.
+      ddof: 1 divides the squares by ``n - 1`` (verl and other codebases for language models), 0 by ``n``.
+    """
+    mask = jnp.ones(values.shape, bool) if mask is None else mask
+    chex.assert_equal_shape([values, mask])
+    values = jnp.where(mask, values, 0.0)
+    axes = tuple(range(values.ndim))
+    mean, deviation = _moments(values, mask, axes, ddof)
+    counts = mask & _uneven(values, mask, axes)
+    return jnp.where(counts, (values - mean) * jax.lax.rsqrt(jnp.where(counts, jnp.square(deviation) + eps, 1.0)), 0.0)
+
+
+def _uneven(rewards: Array, valid: Array, axis: int | tuple[int, ...]) -> Array:
+    """Whether the valid rewards differ, with the reduced axes kept: what rounding leaves of equal ones must not be scaled up."""
+    highest = jnp.max(jnp.where(valid, rewards, -jnp.inf), axis, keepdims=True)
+    lowest = jnp.min(jnp.where(valid, rewards, jnp.inf), axis, keepdims=True)
+    return highest > lowest
 
 
 def _moments(rewards: Array, valid: Array, axis: int | tuple[int, ...], ddof: int) -> tuple[Array, Array]:

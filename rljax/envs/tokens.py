@@ -1,0 +1,227 @@
+"""The token MDP: a language model's world under the same contract as CartPole.
+
+The state is the prompt and everything said since, by the policy or by a tool; an action is the next token; the reward comes with
+the last one. What may not be said is an action mask, and so is what must be: a token that the environment forces, such as a
+tool's answer, has one legal action. Its log-probability is 0 whatever the policy, so no loss needs to know of it.
+"""
+
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import Array
+
+from rljax.envs.base import TimeStep, restart, transition
+from rljax.envs.spaces import Discrete, Tokens
+
+
+class Problem(struct.PyTreeNode):
+    """One task instance.
+
+    Attributes:
+      prompt: int32 ``[prompt length]``, padded at its left with -1.
+      answer: int32 ``[answer length]``, padded at its right with -1: the reference that a verifier compares with, or what it
+        needs.
+    """
+
+    prompt: Array
+    answer: Array
+
+
+class Task(Protocol):
+    """Where prompts and rewards come from; every function is pure and can be traced.
+
+    Attributes:
+      tokenizer: turns ids into text and back, on the host (`rljax.lm.tokenizer`).
+      prompt_length: places of a prompt.
+      max_tokens: the longest completion that the task calls for, the end token and what tools say included.
+      components: names of the parts of the reward, in the order of `verify`.
+    """
+
+    @property
+    def tokenizer(self) -> Any: ...
+
+    @property
+    def prompt_length(self) -> int: ...
+
+    @property
+    def max_tokens(self) -> int: ...
+
+    @property
+    def components(self) -> tuple[str, ...]: ...
+
+    def sample(self, key: Array) -> Problem: ...
+
+    def demonstrate(self, key: Array, problem: Problem) -> Array:
+        """What a good answer says, int32 ``[max_tokens]``, padded at its right with -1: end token included, a tool's words
+        not."""
+        ...
+
+    def verify(self, problem: Problem, completion: Array, length: Array) -> Array:
+        """float32 ``[components]`` for ``completion`` int32 ``[T]``, of which ``length`` tokens were said, without the end
+        token."""
+        ...
+
+
+class Tool(Protocol):
+    """Something that the policy can call by what it says.
+
+    Attributes:
+      max_tokens: the longest answer.
+    """
+
+    @property
+    def max_tokens(self) -> int: ...
+
+    def __call__(self, said: Array, length: Array) -> tuple[Array, Array]:
+        """``(answer int32 [max_tokens], its length)`` to the first ``length`` tokens of ``said [T]``; length 0: no call ends
+        there."""
+        ...
+
+
+class TokenState(struct.PyTreeNode):
+    """State of `TokenEnvironment`.
+
+    Attributes:
+      problem: see `Problem`.
+      context: int32 ``[S]``, prompt and what was said, -1 where nothing is.
+      length: int32, tokens said so far, by policy and tools.
+      pending: int32 ``[R]``, what a tool still has to say, -1 after its end; None without a tool.
+      automaton: state of the automaton; None without one.
+    """
+
+    problem: Problem
+    context: Array
+    length: Array
+    pending: Array | None
+    automaton: Array | None
+
+
+class TokenEnvironment:
+    """One conversation: a prompt, then tokens up to a stop token or ``max_tokens``.
+
+    A stop token is an action like any other and ends the episode (``terminated``). Running out of tokens sets ``truncated``; what
+    was said then counts as it stands where ``truncated_counts``, and earns 0 otherwise.
+
+    ``info`` holds, at the end of an episode, ``reward/<component>`` for each part of the reward, and at every step ``forced``:
+    whether the token was the environment's.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        *,
+        weights: dict[str, Any] | None = None,
+        max_tokens: int | None = None,
+        truncated_counts: bool = False,
+        stop_tokens: tuple[int, ...] = (),
+        tool: Tool | None = None,
+        automaton: Any = None,
+    ):
+        """
+        Args:
+          task: prompts and rewards.
+          weights: of the reward's components; 1 for each that is not named. Numbers may be traced.
+          max_tokens: the task's by default.
+          truncated_counts: verify a completion that ran out of tokens too.
+          stop_tokens: the tokenizer's end tokens by default.
+          tool: see `Tool`.
+          automaton: which tokens are legal after what was said, `rljax.lm.automata`.
+
+        Raises:
+          ValueError: a limit below 1, or a weight of an unknown component.
+        """
+        self.task = task
+        self.tokenizer = task.tokenizer
+        self.max_tokens = task.max_tokens if max_tokens is None else int(max_tokens)
+        if self.max_tokens < 1:
+            raise ValueError(f"env_params.max_tokens must be 1 or more, got {max_tokens}")
+        weights = weights or {}
+        for name in weights:
+            if name not in task.components:
+                raise ValueError(f"unknown reward component {name!r}; this task has {', '.join(task.components)}")
+        self.weights = [weights.get(name, 1.0) for name in task.components]
+        self.stop_tokens = tuple(stop_tokens or task.tokenizer.eos_ids)
+        self.truncated_counts = truncated_counts
+        self.tool = tool
+        self.automaton = automaton
+        size = task.tokenizer.vocab_size
+        self.observation_space = Tokens(size, task.prompt_length + self.max_tokens, task.prompt_length)
+        self.action_space = Discrete(size)
+
+    def reset(self, key: Array) -> tuple[TokenState, TimeStep]:
+        return self.pose(self.task.sample(key))
+
+    def pose(self, problem: Problem) -> tuple[TokenState, TimeStep]:
+        """Starts a conversation with a given prompt."""
+        context = jnp.concatenate([problem.prompt, jnp.full(self.max_tokens, -1, jnp.int32)])
+        pending = None if self.tool is None else jnp.full(self.tool.max_tokens, -1, jnp.int32)
+        automaton = None if self.automaton is None else self.automaton.start()
+        state = TokenState(problem, context, jnp.zeros((), jnp.int32), pending, automaton)
+        info = self._info(jnp.zeros(len(self.task.components)), jnp.zeros((), bool))
+        return state, restart(context, self._mask(state), info)
+
+    def step(self, key: Array, state: TokenState, action: Array) -> tuple[TokenState, TimeStep]:
+        del key
+        prompt = self.task.prompt_length
+        is_forced = jnp.zeros((), bool) if state.pending is None else state.pending[0] >= 0
+        action = action.astype(jnp.int32)
+        context = jax.lax.dynamic_update_index_in_dim(state.context, action, prompt + state.length, 0)
+        length = state.length + 1
+        said = context[prompt:]
+        is_stop = ~is_forced & jnp.isin(action, jnp.asarray(self.stop_tokens, jnp.int32))
+        pending = automaton = None
+        if self.tool is not None and state.pending is not None:
+            answer, size = self.tool(said, length)
+            answer = jnp.where(jnp.arange(self.tool.max_tokens) < size, answer, -1)
+            rest = jnp.concatenate([state.pending[1:], jnp.full(1, -1, jnp.int32)])
+            pending = jnp.where(is_forced, rest, answer)
+        if self.automaton is not None and state.automaton is not None:
+            automaton = jnp.where(is_forced, state.automaton, self.automaton.advance(state.automaton, action))
+        state = TokenState(state.problem, context, length, pending, automaton)
+
+        truncated = ~is_stop & (length >= self.max_tokens)
+        counts = is_stop | truncated if self.truncated_counts else is_stop
+        scores = self.task.verify(state.problem, said, length - is_stop)
+        scores = jnp.where(counts, scores, 0.0)
+        reward = sum((weight * score for weight, score in zip(self.weights, scores, strict=True)), jnp.float32(0.0))
+        return state, transition(context, reward, is_stop, truncated, self._mask(state), self._info(scores, is_forced))
+
+    def demonstration(self, key: Array) -> tuple[TimeStep, Array, Array]:
+        """An episode of good answers, for cloning: ``(timesteps [max_tokens + 1], actions int32 [max_tokens], mask bool
+        [max_tokens])``.
+
+        Words that a tool forces stand in their places; the mask is True where the policy has the word.
+        """
+        sample_key, answer_key = jax.random.split(key)
+        problem = self.task.sample(sample_key)
+        words = self.task.demonstrate(answer_key, problem)
+        words = jnp.pad(words, (0, self.max_tokens), constant_values=-1)
+        state, first = self.pose(problem)
+
+        def say(loop, _):
+            state, place, is_over = loop
+            forced = jnp.int32(-1) if state.pending is None else state.pending[0]
+            word = words[place]
+            is_over = is_over | ((forced < 0) & (word < 0))
+            token = jnp.where(forced >= 0, forced, jnp.maximum(word, 0))
+            state, timestep = self.step(answer_key, state, token)
+            loop = (state, place + (forced < 0), is_over | timestep.done)
+            return loop, (timestep, token, ~is_over & (forced < 0))
+
+        start = (state, jnp.zeros((), jnp.int32), jnp.zeros((), bool))
+        _, (timesteps, actions, mask) = jax.lax.scan(say, start, length=self.max_tokens)
+        return jax.tree.map(lambda x, xs: jnp.concatenate([x[None], xs]), first, timesteps), actions, mask
+
+    def _mask(self, state: TokenState) -> Array | None:
+        if state.pending is None and self.automaton is None:
+            return None
+        ids = jnp.arange(self.action_space.n)
+        legal = jnp.ones(ids.shape, bool) if self.automaton is None else self.automaton.mask(state.automaton)
+        if state.pending is not None:
+            legal = jnp.where(state.pending[0] >= 0, ids == state.pending[0], legal)
+        return legal
+
+    def _info(self, scores: Array, forced: Array) -> dict[str, Array]:
+        return {f"reward/{name}": scores[i] for i, name in enumerate(self.task.components)} | {"forced": forced}

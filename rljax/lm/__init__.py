@@ -1,0 +1,1 @@
+"""Language models: pretrained weights, tokenizers, and where a small model comes from."""
