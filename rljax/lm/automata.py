@@ -7,16 +7,18 @@ arXiv 2307.09702).
 
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import Array
+from scipy import sparse
+from scipy.sparse import csgraph
 
 MAX_REPEAT = 10_000  # copies that one {m,n} may ask for
-MAX_NFA_STATES = 200_000
+MAX_NFA_STATES = 100_000
 LAST_CHARACTER = 0x10FFFF
 DIGITS = [(0x30, 0x39)]
 SPACES = [(0x09, 0x0D), (0x20, 0x20)]
@@ -404,18 +406,16 @@ def _dfa(
 
 def _minimise(table: np.ndarray, accepting: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Moore's partition refinement, without the states that lead to no match; state 0 stays the first. A table may be empty."""
-    alive = _reaches(accepting, lambda reached: np.any(reached[table] & (table >= 0), 1))
+    sources, columns = np.nonzero(table >= 0)
+    # The shortest way to a match tells states apart at once, where refining alone would take a round for each step of it.
+    distance = _steps(sources, table[sources, columns], accepting)
+    alive = np.isfinite(distance)
     table, accepting = _keep(table, accepting, alive)
     if not len(table):
         return table, accepting
     columns = np.unique(table, axis=1)
-    weights = np.random.default_rng(0).integers(1, 2**63, (len(columns[0]) + 1), np.uint64)
-    # The shortest way to a match tells states apart at once, where refining alone would take a round for each step of it.
-    distance, shorter = np.zeros(len(table), np.int64), accepting.copy()
-    while not shorter.all():
-        distance += ~shorter
-        shorter = shorter | (shorter[columns] & (columns >= 0)).any(1)
-    _, part = np.unique(distance, return_inverse=True)
+    weights = np.random.default_rng(0).integers(1, 2**63, columns.shape[1] + 1, np.uint64)
+    _, part = np.unique(distance[alive], return_inverse=True)
     while True:
         targets = np.where(columns >= 0, part[columns] + 1, 0).astype(np.uint64)
         keys = (_scramble(targets) * weights[1:]).sum(1, dtype=np.uint64) + _scramble(part.astype(np.uint64)) * weights[0]
@@ -436,14 +436,14 @@ def _scramble(values: np.ndarray) -> np.ndarray:
     return values ^ (values >> np.uint64(31))
 
 
-def _reaches(accepting: np.ndarray, before: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-    """The states from which an accepting one is reached; ``before`` gives those with a move into a set of states."""
-    reached = accepting
-    while True:
-        more = reached | before(reached)
-        if (more == reached).all():
-            return reached
-        reached = more
+def _steps(sources: np.ndarray, targets: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """The fewest steps from each state to one in ``ends`` (bool ``[states]``), infinite where there is no way."""
+    states = len(ends)
+    origin = np.flatnonzero(ends)  # a state more leads to them all, and steps are taken backwards
+    rows = np.concatenate([targets, np.full(len(origin), states)])
+    columns = np.concatenate([sources, origin])
+    graph = sparse.csr_array((np.ones(len(rows)), (rows, columns)), (states + 1, states + 1))
+    return csgraph.dijkstra(graph, indices=states, unweighted=True)[:-1] - 1
 
 
 def _keep(table: np.ndarray, accepting: np.ndarray, kept: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -477,13 +477,10 @@ def _token_automaton(
     tokens = _token_table(table, _vocabulary(tokenizer, eos), max(vocab_size, tokenizer.vocab_size))
     # Over whole tokens fewer states are met, and from some of them no match is.
     targets = [np.unique(row[row >= 0]) for row in tokens]
-    alive = _reaches(accepting, lambda reached: np.array([reached[states].any() for states in targets]))
-    met, stack = np.zeros(len(table), bool), [0]
-    while stack:
-        state = stack.pop()
-        if alive[state] and not met[state]:
-            met[state] = True
-            stack.extend(targets[state])
+    sources, targets = np.repeat(np.arange(len(tokens)), list(map(len, targets))), np.concatenate(targets)
+    alive = np.isfinite(_steps(sources, targets, accepting))
+    on = alive[sources] & alive[targets]
+    met = alive & np.isfinite(_steps(targets[on], sources[on], np.arange(len(tokens)) == 0))
     tokens, accepting = _keep(tokens, accepting, met)
     if not len(tokens):
         raise ValueError(f"{what}: no sequence of this tokenizer's tokens spells a match; change one of the two")

@@ -53,7 +53,8 @@ ERRORS = (
     "no_reference",  # the reference is empty: nothing to grade against
 )
 LARGEST = 3.4e38  # that float32 holds
-GRACE_SECONDS = 5.0  # after its deadline a worker whose parent could not kill it ends by itself
+GRACE_SECONDS = 2.0  # after its deadline a worker whose parent could not kill it ends by itself
+CALLBACK_PART = 20_000  # numbers; jax copies less than 100 KiB at once
 START_SECONDS = 60.0  # for a worker to import what the user's code imports
 
 GradeItem = Callable[["Item"], float]
@@ -196,6 +197,7 @@ def host_reward(
       ValueError: an unknown component.
     """
     import jax
+    import jax.custom_batching
     import jax.numpy as jnp
     import numpy as np
 
@@ -204,24 +206,33 @@ def host_reward(
         if name not in grader.component_names:
             raise ValueError(f"component_names: the grader has no {name!r}{_near(name, grader.component_names)}")
 
-    def on_host(tokens: Any, lengths: Any, index: Any) -> tuple[Any, Any, Any, Any]:
-        tokens, lengths, index = np.asarray(tokens), np.asarray(lengths), np.asarray(index)
-        shape = lengths.shape
-        rows = zip(tokens.reshape(-1, tokens.shape[-1]), lengths.flat, index.flat, strict=True)
-        grades = grader.grade([decode(row[:length], int(i)) for row, length, i in rows])
-        components = np.array([[g.components[name] for name in names] for g in grades], np.float32)
+    def on_host(rows: int, *parts: Any) -> tuple[Any, Any, Any, Any]:
+        data = np.concatenate([np.asarray(part) for part in parts])
+        tokens, lengths, index = data[: -2 * rows].reshape(rows, -1), data[-2 * rows : -rows], data[-rows:]
+        decoded = [decode(row[:length], int(i)) for row, length, i in zip(tokens, lengths, index, strict=True)]
+        grades = grader.grade(decoded)
         return (
-            np.array([g.reward for g in grades], np.float32).reshape(shape),
-            components.reshape(*shape, len(names)),
-            np.array([g.valid for g in grades], bool).reshape(shape),
-            np.array([ERRORS.index(g.error) for g in grades], np.int32).reshape(shape),
+            np.array([g.reward for g in grades], np.float32),
+            np.array([[g.components[name] for name in names] for g in grades], np.float32),
+            np.array([g.valid for g in grades], bool),
+            np.array([ERRORS.index(g.error) for g in grades], np.int32),
         )
 
+    @jax.custom_batching.custom_vmap
     def reward(tokens: jax.Array, lengths: jax.Array, index: jax.Array) -> tuple[Any, Any, Any, Any]:
-        rows = lengths.shape
-        results = [(rows, jnp.float32), ((*rows, len(names)), jnp.float32), (rows, jnp.bool_), (rows, jnp.int32)]
+        rows = lengths.shape[0]
+        results = [((rows,), jnp.float32), ((rows, len(names)), jnp.float32), ((rows,), jnp.bool_), ((rows,), jnp.int32)]
         shapes = tuple(jax.ShapeDtypeStruct(*result) for result in results)
-        return jax.pure_callback(on_host, shapes, tokens, lengths, index, vmap_method="broadcast_all")
+        # In parts: jax copies larger arguments on the threads that wait in callbacks, and with several devices for ever.
+        data = jnp.concatenate([x.reshape(-1).astype(jnp.int32) for x in (tokens, lengths, index)])
+        parts = [data[begin : begin + CALLBACK_PART] for begin in range(0, data.size, CALLBACK_PART)]
+        return jax.pure_callback(functools.partial(on_host, rows), shapes, *parts)
+
+    @reward.def_vmap
+    def of_all_lanes(lanes: int, is_mapped: Any, *args: jax.Array) -> Any:
+        args = tuple(x if mapped else jnp.broadcast_to(x, (lanes, *x.shape)) for x, mapped in zip(args, is_mapped, strict=True))
+        results = reward(*(x.reshape(-1, *x.shape[2:]) for x in args))
+        return tuple(x.reshape(lanes, -1, *x.shape[1:]) for x in results), (True,) * 4
 
     return reward
 
@@ -405,12 +416,10 @@ def _build(config: Any, path: str) -> _Node:
             continue
         default = options[key]
         wanted = default if isinstance(default, type) else type(default)
-        if wanted is float and isinstance(value, int):
-            value = float(value)
-        if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
+        if not isinstance(value, (int, float) if wanted is float else wanted) or isinstance(value, bool):
             words = {str: "text", float: "a number", int: "a whole number", dict: "a table"}[wanted]
             raise ValueError(f"{path}.{key} must be {words}, got {value!r}")
-        options[key] = value
+        options[key] = float(value) if wanted is float else value
     for key, value in options.items():
         if isinstance(value, type) and key not in ("source", "function"):
             raise ValueError(f"{path}.{key} is missing for type {kind!r}")

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import log_softmax
 
-from rljax.ops.kl import kl_estimate
+from rljax.ops.kl import adaptive_coefficient, kl_estimate, kl_reward
 
 KINDS = ("k1", "k2", "k3")
 LOGITS, REF_LOGITS = np.array([0.3, -1.0, 2.0, 0.1]), np.array([1.0, 0.5, 0.0, -0.7])
@@ -55,8 +55,47 @@ def test_k3_keeps_its_precision_near_zero():
     assert float(kl_estimate(jnp.float32(1e-4), jnp.float32(0.0), "k3")) == pytest.approx(5e-9, rel=0.01)
 
 
+# Sequences of two steps, of three steps the second of which does not count, and of none.
+REWARDS = np.array([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0], [7.0, 8.0, 9.0]], np.float32)
+MASK = np.array([[True, True, False], [True, False, False], [False, True, False]])
+D = np.where(MASK, np.array([[0.5, 2.0, 0.0], [-1.0, 0.0, 0.0], [0.0, 4.0, 0.0]]), np.nan).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ("token", [[0.95, 1.8, 3.0], [4.1, 5.0, 6.0], [7.0, 7.6, 9.0]]),
+        ("sequence", [[1.0, 2.0, 3.0], [4.05, 5.0, 6.0], [7.0, 7.4, 9.0]]),
+    ],
+)
+def test_rewards_less_the_kl_by_hand(how, expected):
+    def function(log_prob):
+        return kl_reward(jnp.asarray(REWARDS), log_prob, jnp.ones((3, 3)), jnp.asarray(MASK), 0.1, how)
+
+    np.testing.assert_allclose(jax.jit(function)(D + 1.0), expected, rtol=1e-6)
+    np.testing.assert_array_equal(jax.grad(lambda x: function(x).sum())(jnp.asarray(D)), np.zeros((3, 3)))
+
+
+@pytest.mark.parametrize("how", ["token", "sequence"])
+def test_returns_are_the_same_either_way(how):
+    total = kl_reward(jnp.asarray(REWARDS), jnp.asarray(D), jnp.zeros((3, 3)), jnp.asarray(MASK), 0.1, how).sum(0)
+    np.testing.assert_allclose(total, REWARDS.sum(0) - 0.1 * np.array([-0.5, 6.0, 0.0]), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kl", "factor"), [(6.0, 1.0), (6.6, 1.01), (60.0, 1.02), (5.4, 0.99), (0.0, 0.98), (-3.0, 0.98)]
+)  # a tenth of the horizon
+def test_the_adaptive_coefficient_by_hand(kl, factor):
+    result = jax.jit(adaptive_coefficient)(0.5, jnp.float32(kl), 6.0, 10_000.0, 1_000)
+    np.testing.assert_allclose(result, 0.5 * factor, rtol=1e-6)
+
+
 def test_wrong_arguments_raise():
     with pytest.raises(ValueError, match='"k1", "k2" or "k3", got \'k4\''):
         kl_estimate(jnp.zeros(2), jnp.zeros(2), "k4")
     with pytest.raises(AssertionError):
         kl_estimate(jnp.zeros(2), jnp.zeros(1), "k1")
+    with pytest.raises(ValueError, match='"token" or "sequence", got \'step\''):
+        kl_reward(*[jnp.zeros((2, 2))] * 3, jnp.ones((2, 2), bool), 0.1, "step")  # type: ignore[arg-type]
+    with pytest.raises(AssertionError):
+        kl_reward(jnp.zeros(2), jnp.zeros((2, 2)), jnp.zeros((2, 2)), jnp.ones((2, 2), bool), 0.1)

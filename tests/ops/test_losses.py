@@ -6,11 +6,11 @@ import pytest
 from rljax.ops import losses
 
 
-def surrogate_and_gradient(log_ratio, advantage, low, high):
+def surrogate_and_gradient(log_ratio, advantage, low, high, dual_clip=None):
     """Loss and its derivative by log_prob, at an old log-probability of -2."""
 
     def loss(log_prob):
-        return losses.clipped_surrogate(log_prob, jnp.float32(-2.0), jnp.float32(advantage), low, high)
+        return losses.clipped_surrogate(log_prob, jnp.float32(-2.0), jnp.float32(advantage), low, high, dual_clip)
 
     return [float(x) for x in jax.value_and_grad(loss)(jnp.float32(log_ratio - 2.0))]
 
@@ -41,10 +41,82 @@ def test_surrogate_of_a_ratio_beyond_float32_is_clipped():
     np.testing.assert_allclose(surrogate_and_gradient(-1000.0, -1.0, 0.2, 0.2), [0.8, 0.0], rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "gradient"),
+    [
+        (2.5, -1.0, 2.5, 2.5),
+        (3.5, -1.0, 3.0, 0.0),  # the objective is not below 3 A
+        (3.5, -2.0, 6.0, 0.0),
+        (np.exp(99.0), -1.0, 3.0, 0.0),
+        (0.5, -1.0, 0.8, 0.0),  # clipped below, as without
+        (3.5, 1.0, -1.2, 0.0),
+        (0.5, 1.0, -0.5, -0.5),
+        (3.5, 0.0, 0.0, 0.0),
+    ],
+)
+def test_dual_clip_by_hand(ratio, advantage, loss, gradient):
+    result = surrogate_and_gradient(np.log(ratio), advantage, 0.2, 0.2, 3.0)
+    np.testing.assert_allclose(result, [loss, gradient], rtol=1e-5, atol=1e-7)
+
+
 def test_surrogate_keeps_the_elements_apart():
     log_prob = jnp.log(jnp.array([[1.5, 1.5], [0.5, 1.0]]))
     result = losses.clipped_surrogate(log_prob, jnp.zeros((2, 2)), jnp.array([[-1.0, 1.0], [1.0, 3.0]]), 0.2, 0.2)
     np.testing.assert_allclose(result, [[1.5, -1.2], [-0.5, -3.0]], rtol=1e-6)
+
+
+# Log-ratios of three sequences of 2, 3 and 0 steps; what does not count is NaN.
+LOG_RATIOS = np.array([[100.0, 0.1, np.nan], [-100.0, 0.2, np.nan], [np.nan, 0.6, np.nan]], np.float32)
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_log_ratios_of_sequences_by_hand(per_token):
+    old = jnp.full(LOG_RATIOS.shape, 0.5)
+    result = losses.sequence_log_ratio(jnp.asarray(LOG_RATIOS) + old, old, np.isfinite(LOG_RATIOS), per_token=per_token)
+    np.testing.assert_allclose(result, [[0.0, 0.3, 0.0]] * 3, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("per_token", "expected"),
+    [
+        (False, [[6 / 2, 15 / 3, 0], [6 / 2, 15 / 3, 0], [0, 15 / 3, 0]]),  # of the mean, all steps get a share of all weights
+        (True, [[1, 4, 0], [2, 5, 0], [0, 6, 0]]),
+    ],
+)
+def test_gradients_of_log_ratios_of_sequences(per_token, expected):
+    weights = jnp.array([[1.0, 4.0, 7.0], [2.0, 5.0, 8.0], [3.0, 6.0, 9.0]])
+    mask = np.isfinite(LOG_RATIOS)
+
+    def function(log_prob):
+        return (weights * losses.sequence_log_ratio(log_prob, jnp.zeros((3, 3)), mask, per_token=per_token)).sum()
+
+    np.testing.assert_allclose(jax.grad(function)(jnp.asarray(LOG_RATIOS)), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "floor", "weight"), [(0.5, 0.0, 0.5), (1.0, 0.0, 1.0), (4.0, 0.0, 1.28), (0.5, 0.8, 0.8), (np.exp(99.0), 0.0, 1.28)]
+)
+@pytest.mark.parametrize("advantage", [-2.0, 1.0])
+def test_cispo_by_hand(ratio, floor, weight, advantage):
+    def function(log_prob):
+        return losses.cispo(log_prob, jnp.float32(-3.0 - np.log(ratio)), jnp.float32(advantage), 1.28, floor)
+
+    # With a gradient through the ratio, the second would be another.
+    result = jax.value_and_grad(function)(jnp.float32(-3.0))
+    np.testing.assert_allclose(result, [3.0 * weight * advantage, -weight * advantage], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("length", "cache", "penalty"), [(0, 4, 0), (6, 4, 0), (7, 4, -0.25), (10, 4, -1), (99, 4, -1), (9, 1, 0)]
+)
+def test_overlong_penalty_by_hand(length, cache, penalty):
+    result = losses.overlong_penalty(jnp.array([length]), 10, cache)
+    assert result.dtype == jnp.float32
+    assert result.tolist() == [penalty]
+
+
+def test_overlong_penalty_without_a_slope():
+    assert jax.jit(losses.overlong_penalty)(jnp.array([9, 10, 11]), 10, 0).tolist() == [0.0, 0.0, -1.0]
 
 
 @pytest.mark.parametrize(
@@ -74,6 +146,10 @@ def test_wrong_shapes_raise(odd):
     with pytest.raises(AssertionError):
         losses.clipped_surrogate(*arrays, 0.2, 0.2)
     with pytest.raises(AssertionError):
+        losses.cispo(*arrays, 0.2)
+    with pytest.raises(AssertionError):
+        losses.sequence_log_ratio(*arrays)
+    with pytest.raises(AssertionError):
         losses.clipped_value_loss(*arrays, 0.2)
     if odd < 2:
         with pytest.raises(AssertionError):
@@ -101,6 +177,14 @@ def test_aggregates_by_hand(how, max_length, numerator, denominator):
     result = losses.aggregate(jnp.asarray(VALUES), jnp.asarray(MASK), how, max_length)
     assert [x.dtype for x in result] == [jnp.float32] * 2
     np.testing.assert_array_equal(result, [numerator, denominator])
+
+
+def test_masked_means_by_hand():
+    values, mask = jnp.asarray(VALUES), jnp.asarray(MASK)
+    assert losses.masked_mean(values, mask) == pytest.approx(23 / 6)
+    assert losses.masked_mean(values, mask, "sequence") == pytest.approx(11 / 3)
+    assert losses.masked_mean(values, mask, "constant", 10) == pytest.approx(23 / 40)
+    assert losses.masked_mean(values, jnp.zeros_like(mask)) == 0.0
 
 
 @pytest.mark.parametrize("how", KINDS)
