@@ -11,6 +11,8 @@ COMMANDS = {
     "run": "train every lane of a config; resumes a run that was stopped",
     "plan": "what a run would be: programs, lanes, memory; trains nothing",
     "eval": "evaluate the last checkpoint of a run; its config comes from the run",
+    "replay": "play the episodes of a trace again, token for token, and say where they differ",
+    "fetch": "download a pretrained model: smollm2",
     "report": "write report.html of one run, or of several side by side",
     "reproduce": "run the config of a run again in another directory and compare the results",
     "list": "environments, agents and configs, a line each",
@@ -57,6 +59,17 @@ def _parser() -> argparse.ArgumentParser:
         if name == "eval":
             command.add_argument("--episodes", type=int, help="per lane; default: as in training")
             command.add_argument("--seed", type=int, help="of the episodes; default: the very episodes of training")
+            command.add_argument(
+                "--transcript", action="store_true", help="what a language model says, 4 episodes a lane or --episodes"
+            )
+            command.add_argument(
+                "--sample", action="store_true", help="of a transcript: draw tokens as in training, not the likeliest"
+            )
+            command.add_argument("--trace", metavar="FILE", help="write the transcript there, for `rljax replay`")
+        if name == "replay":
+            command.add_argument("trace", help="a file of the run's samples/, or that eval --trace wrote")
+        if name == "fetch":
+            command.add_argument("model", help="its name")
         if name == "reproduce":
             command.add_argument("--out", default="runs/reproduced", help="where the new run goes")
         if name == "report":
@@ -148,6 +161,10 @@ def _eval(arguments: argparse.Namespace) -> int:
 
     if arguments.episodes is not None and arguments.episodes < 1:
         raise InputError(f"--episodes must be >= 1, got {arguments.episodes}")
+    if arguments.transcript or arguments.trace:
+        return _transcript(arguments)
+    if arguments.sample:
+        raise InputError("--sample goes with --transcript or --trace; the return is that of the greedy policy")
     steps, evaluation = evaluate(arguments.run, arguments.episodes, arguments.seed)
     lanes = load_run(arguments.run).lanes()
     print(f"greedy, {evaluation.returns.shape[1]} episodes a lane, after {steps:,} steps")
@@ -158,6 +175,43 @@ def _eval(arguments: argparse.Namespace) -> int:
             f"lane {lane['lane']:>3}  seed {lane['seed']:>3}{settings}  return {returns.mean():.2f} +- {returns.std():.2f}  "
             f"length {lengths.mean():.1f}{unfinished}"
         )
+    return 0
+
+
+def _transcript(arguments: argparse.Namespace) -> int:
+    from rljax.experiment import trace, traces
+
+    head, episodes = trace(arguments.run, arguments.episodes or 4, arguments.seed, not arguments.sample)
+    for row in episodes if arguments.transcript else []:
+        reward = "invalid" if row["reward"] is None else f"{row['reward']:g}"
+        cut = "  (cut)" if row["truncated"] else ""
+        print(
+            f"lane {row['lane']:>3}  seed {row['seed']:>3}  reward {reward:>7}  {row['prompt']!r} -> {row['completion']!r}{cut}"
+        )
+    if arguments.trace:
+        traces.write(Path(arguments.trace), head, episodes)
+        print(arguments.trace)
+    return 0
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    from rljax.experiment import replay
+
+    episodes, differences = replay(arguments.trace)
+    for line in differences:
+        print(line)
+    print(f"{episodes - len(differences)} of {episodes} episodes are the same, token for token")
+    return 1 if differences else 0
+
+
+def _fetch(arguments: argparse.Namespace) -> int:
+    from rljax.experiment import InputError
+    from rljax.lm.fetch import fetch
+
+    try:
+        print(fetch(arguments.model))
+    except (ValueError, RuntimeError) as error:
+        raise InputError(str(error)) from error
     return 0
 
 
@@ -306,7 +360,26 @@ class _Progress:
             means = [r.mean() for lane, r in enumerate(event["evaluation"].returns) if lane not in dead]
             spread = f"{sum(means) / len(means):9.2f}  ({min(means):.2f} .. {max(means):.2f})" if means else "every lane failed"
             text = f"{step:>12,}/{total:,}  return {spread}"
-            self._print(text + (f"  {speed}  ETA {_duration(eta)}" if self._bar is None else ""))
+            self._print(
+                text + self._language(event["totals"], dead) + (f"  {speed}  ETA {_duration(eta)}" if self._bar is None else "")
+            )
+
+    @staticmethod
+    def _language(totals: dict[str, Any], dead: set[int]) -> str:
+        """What must be watched together with the return, where episodes come in groups: means over the lanes that live."""
+
+        def mean(name: str) -> float:
+            pairs = [(s, n) for lane, (s, n) in enumerate(zip(*totals[name], strict=True)) if lane not in dead and n]
+            return sum(s / n for s, n in pairs) / len(pairs) if pairs else float("nan")
+
+        if not totals or "flat_groups" not in totals:
+            return ""
+        spread = max(mean("episode/return_square") - mean("episode/return") ** 2, 0.0) ** 0.5
+        kl = f"  KL {mean('kl_reference/episode'):.3f}" if "kl_reference/episode" in totals else ""
+        return (
+            f"  sampled {mean('episode/return'):.2f} +- {spread:.2f}{kl}  entropy {mean('entropy'):.2f}"
+            f"  length {mean('episode/length'):.1f}  flat {mean('flat_groups'):.0%}"
+        )
 
 
 if __name__ == "__main__":

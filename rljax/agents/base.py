@@ -6,8 +6,10 @@ from typing import Any, NamedTuple
 
 from jax import Array
 
-from rljax.envs import Environment, TimeStep
+from rljax.envs import Environment
 from rljax.envs.registry import did_you_mean
+from rljax.networks import Policy
+from rljax.networks.transformer import join
 
 NAMES = ("reinforce", "a2c", "ppo", "grpo", "pqn", "dqn", "c51", "sac", "td3", "sft")
 AGENTS = {name: f"rljax.agents.{name}" for name in NAMES}
@@ -20,18 +22,29 @@ class Agent(NamedTuple):
       init: ``(key, data=None) -> TrainState``; an agent that can go on from parameters trained before takes ``params`` too.
       step: ``(state, data=None) -> (TrainState, metrics)``: one whole rollout and update. A metric is a scalar, which is
         averaged over steps, or a pair ``(sum, count)``, whose parts are added up over steps.
-      start: ``(state, timestep [B]) -> carry`` of `act` at the beginning of an episode.
-      act: ``(state, carry, timestep [B], key, greedy) -> (carry, action [B, ...])``; a carry of None starts an episode.
+      start: ``(state, timestep [B], data=None) -> carry`` of `act` at the beginning of an episode.
+      act: ``(state, carry, timestep [B], key, greedy, data=None) -> (carry, action [B, ...])``; a carry of None starts an
+        episode.
       env_steps: environment steps of one call of ``step``.
       init_steps: environment steps that ``init`` takes already, to fill a replay buffer.
+      policy: what acts, given `whole` parameters; None where the agent does not act by a `Policy`.
+
+    ``data`` is what all lanes share and none changes: ``{"base": parameters}`` of a pretrained model that adapters are trained
+    on.
     """
 
     init: Callable[..., Any]
     step: Callable[..., tuple[Any, dict[str, Any]]]
-    start: Callable[[Any, TimeStep], Any]
-    act: Callable[[Any, Any, TimeStep, Array, bool], tuple[Any, Array]]
+    start: Callable[..., Any]
+    act: Callable[..., tuple[Any, Array]]
     env_steps: int
     init_steps: int = 0
+    policy: Policy | None = None
+
+
+def whole(params: Any, data: Any) -> Any:
+    """What a policy takes: the parameters that are trained, joined to the base that ``data`` holds, if any."""
+    return params if data is None else join(data["base"], params)
 
 
 def agent_module(name: str) -> Any:

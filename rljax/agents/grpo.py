@@ -17,7 +17,7 @@ import optax
 from flax import struct
 from jax import Array
 
-from rljax.agents.base import Agent
+from rljax.agents.base import Agent, whole
 from rljax.agents.on_policy import Episodes, acting, first_episodes, shuffled_minibatches
 from rljax.envs import Environment, TimeStep, Tokens, group
 from rljax.networks import Policy, Transformer, actor_critic, transformer
@@ -132,9 +132,11 @@ def make(config: Config, env: Environment) -> Agent:
     policy = make_policy(config, env, group_size)
     has_kl, kl_in_loss = config.kl_coef is not None, config.kl_coef is not None and config.kl_in == "loss"
     is_one_step = config.num_epochs * config.num_minibatches == 1
+    # In a single gradient step the loss itself sees the policy that played: no other pass over the episodes is needed.
+    needs_log_prob = not is_one_step or (has_kl and not kl_in_loss)
     optimizer = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.scale_by_adam(eps=config.adam_eps))
 
-    def init(key: Array, data: None = None, params: Any = None) -> TrainState:
+    def init(key: Array, data: Any = None, params: Any = None) -> TrainState:
         key, env_key, params_key = jax.random.split(key, 3)
         if params is None:
             params = policy.init(params_key, envs.reset(env_key)[1])
@@ -142,7 +144,10 @@ def make(config: Config, env: Environment) -> Agent:
         return TrainState(params, params if has_kl else None, kl_coef, optimizer.init(params), key)
 
     def log_probs(params: Any, batch: Batch) -> tuple[Array, Array]:
-        """``(log pi(a|s), entropy)``, ``[T, B]``; 0 where a step is masked: what stands there must not reach a product."""
+        """``(log pi(a|s), entropy)``, ``[T, B]``; 0 where a step is masked: what stands there must not reach a product.
+
+        ``params`` are `whole`.
+        """
         output = policy.unroll(params, policy.start(params, batch.first), batch.starts)
         log_prob, entropy = log_prob_and_entropy(output.distribution, batch.samples)
         return jnp.where(batch.mask, log_prob, 0.0), jnp.where(batch.mask, entropy, 0.0)
@@ -177,13 +182,19 @@ def make(config: Config, env: Environment) -> Agent:
         scale = {"group": "group", "batch-scaled": "batch", "unscaled": "none"}[config.advantage]
         return groups.group_advantages(rewards, valid, scale=scale, eps=config.advantage_eps)  # type: ignore[arg-type]
 
-    def loss(params: Any, batch: Batch, kl_coef: Any, whole: Array) -> tuple[Array, dict[str, Array]]:
-        """Of one micro-batch of the minibatch whose mask is ``whole``; summed over them it is the minibatch's own."""
+    def kl_metrics(log_prob: Array, ref_log_prob: Array, mean: Any) -> dict[str, Array]:
+        """All three estimates of the KL to the reference, per step, and the KL of an episode."""
+        log_prob = jax.lax.stop_gradient(log_prob)
+        metrics = {f"kl_reference/{k}": mean(kl.kl_estimate(log_prob, ref_log_prob, k)) for k in ("k1", "k2", "k3")}
+        return {**metrics, "kl_reference/episode": mean(log_prob - ref_log_prob, "sequence-sum")}
+
+    def loss(trained: Any, batch: Batch, kl_coef: Any, all_of: Array, data: Any) -> tuple[Array, dict[str, Array]]:
+        """Of one micro-batch of the minibatch whose mask is ``all_of``; summed over them it is the minibatch's own."""
 
         def mean(values: Array, how: Any = "token") -> Array:
-            return losses.aggregate(values, batch.mask, how)[0] / jnp.maximum(losses.aggregate(whole, whole, how)[1], 1.0)
+            return losses.aggregate(values, batch.mask, how)[0] / jnp.maximum(losses.aggregate(all_of, all_of, how)[1], 1.0)
 
-        log_prob, entropy = log_probs(params, batch)
+        log_prob, entropy = log_probs(whole(trained, data), batch)
         old_log_prob = jax.lax.stop_gradient(log_prob) if batch.log_prob is None else batch.log_prob
         log_ratio = log_prob - old_log_prob
         if config.policy_loss == "cispo":
@@ -203,18 +214,20 @@ def make(config: Config, env: Environment) -> Agent:
             "clip_fraction": mean(clipped.astype(jnp.float32)),
             "ratio_error": jnp.abs(jnp.expm1(log_ratio)).max(),
         }
+        if kl_in_loss and not needs_log_prob:
+            metrics |= kl_metrics(log_prob, batch.ref_log_prob, mean)
         if kl_in_loss:
             leash = kl.kl_estimate(log_prob, batch.ref_log_prob, config.kl_estimator)  # type: ignore[arg-type]
             per_step = per_step + kl_coef * leash
         return mean(per_step, config.aggregate), metrics
 
-    def minibatch_gradient(params: Any, batch: Batch, kl_coef: Any) -> tuple[Any, dict[str, Array]]:
+    def minibatch_gradient(params: Any, batch: Batch, kl_coef: Any, data: Any) -> tuple[Any, dict[str, Array]]:
         gradient_of = jax.grad(loss, has_aux=True)
         if config.num_microbatches == 1:
-            return gradient_of(params, batch, kl_coef, batch.mask)
+            return gradient_of(params, batch, kl_coef, batch.mask, data)
 
         def add(total, micro):
-            gradient, metrics = gradient_of(params, micro, kl_coef, batch.mask)
+            gradient, metrics = gradient_of(params, micro, kl_coef, batch.mask, data)
             return jax.tree.map(jnp.add, total, gradient), metrics
 
         def split(x, axis):
@@ -226,11 +239,11 @@ def make(config: Config, env: Environment) -> Agent:
         gradient, metrics = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), micros)
         return gradient, {name: x.max() if name == "ratio_error" else x.sum() for name, x in metrics.items()}
 
-    def step(state: TrainState, data: None = None) -> tuple[TrainState, dict[str, Any]]:
+    def step(state: TrainState, data: Any = None) -> tuple[TrainState, dict[str, Any]]:
         key, episode_key, shuffle_key = jax.random.split(state.key, 3)
 
         # Episodes.
-        episodes = first_episodes(policy, envs, state.params, episode_key, num_steps)
+        episodes = first_episodes(policy, envs, whole(state.params, data), episode_key, num_steps)
         returns = episodes.returns.reshape(-1, group_size)
         metrics: dict[str, Any] = {"flat_groups": (returns.max(1) == returns.min(1)).mean(), **episodes.metrics()}
         if config.oversample > 1:
@@ -248,17 +261,10 @@ def make(config: Config, env: Environment) -> Agent:
 
         # Targets: the return of an episode against its group's.
         batch = Batch(episodes.first, starts, episodes.samples, mask, None, None, jnp.zeros(mask.shape))
-        log_prob: Any = None if is_one_step and not has_kl else log_probs(state.params, batch)[0]
-        ref_log_prob: Any = log_probs(state.reference, batch)[0] if has_kl else None
-        kl_coef = state.kl_coef
-        if has_kl:
-            for kind in ("k1", "k2", "k3"):
-                estimate = kl.kl_estimate(log_prob, ref_log_prob, kind)
-                metrics[f"kl_reference/{kind}"] = losses.masked_mean(estimate, mask)
-            episode_kl = losses.masked_mean(log_prob - ref_log_prob, mask, "sequence-sum")
-            metrics |= {"kl_reference/episode": episode_kl, "kl_coef": kl_coef}
-            if config.kl_target is not None:
-                kl_coef = kl.adaptive_coefficient(kl_coef, episode_kl, config.kl_target, config.kl_horizon, mask.shape[1])
+        log_prob: Any = log_probs(whole(state.params, data), batch)[0] if needs_log_prob else None
+        ref_log_prob: Any = log_probs(whole(state.reference, data), batch)[0] if has_kl else None
+        if has_kl and needs_log_prob:
+            metrics |= kl_metrics(log_prob, ref_log_prob, lambda x, how="token": losses.masked_mean(x, mask, how))
         if has_kl and config.kl_in == "reward":
             # Each step answers for what is still to come; in "sequence", for all of it.
             penalty = state.kl_coef * (log_prob - ref_log_prob)
@@ -279,7 +285,7 @@ def make(config: Config, env: Environment) -> Agent:
             columns = (chosen[:, None] * group_size + jnp.arange(group_size)).reshape(-1)
             minibatch = jax.tree.map(lambda x: x[:, columns], batch.replace(first=None))
             minibatch = minibatch.replace(first=jax.tree.map(lambda x: x[columns], batch.first))
-            gradient, metrics = minibatch_gradient(params, minibatch, state.kl_coef)
+            gradient, metrics = minibatch_gradient(params, minibatch, state.kl_coef, data)
             direction, opt_state = optimizer.update(gradient, opt_state)
             metrics["grad_norm"] = optax.tree.norm(gradient)
             return (jax.tree.map(lambda p, d: p - config.learning_rate * d, params, direction), opt_state), metrics
@@ -288,10 +294,17 @@ def make(config: Config, env: Environment) -> Agent:
         (params, opt_state), per_minibatch = jax.lax.scan(minibatch_step, (state.params, state.opt_state), order)
         metrics["ratio_error"] = per_minibatch.pop("ratio_error")[0]  # of the first minibatch: 0 up to rounding
         metrics |= jax.tree.map(jnp.mean, per_minibatch)
+        kl_coef = state.kl_coef
+        if has_kl:
+            metrics["kl_coef"] = kl_coef
+        if config.kl_target is not None:
+            measured = metrics["kl_reference/episode"]
+            kl_coef = kl.adaptive_coefficient(kl_coef, measured, config.kl_target, config.kl_horizon, num_groups * group_size)
         return TrainState(params, state.reference, kl_coef, opt_state, key), metrics
 
     num_episodes = num_groups * config.oversample * group_size
-    return Agent(init, step, *acting(make_policy(config, env, 1)), env_steps=num_episodes * num_steps)
+    alone = make_policy(config, env, 1)
+    return Agent(init, step, *acting(alone), env_steps=num_episodes * num_steps, policy=alone)
 
 
 def make_policy(config: Config, env: Environment, group_size: int) -> Policy:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array
 
+from rljax.agents.base import whole
 from rljax.envs import TimeStep, VectorEnvironment, all_ended
 from rljax.networks import Policy
 
@@ -92,12 +93,12 @@ def acting(
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """``(start, act)`` of an agent that acts with ``policy`` and ``state.params``; ``view(state, timestep)`` is what it sees."""
 
-    def start(state: Any, timestep: TimeStep) -> Any:
-        return policy.start(state.params, timestep)
+    def start(state: Any, timestep: TimeStep, data: Any = None) -> Any:
+        return policy.start(whole(state.params, data), timestep)
 
-    def act(state: Any, carry: Any, timestep: TimeStep, key: Array, greedy: bool) -> tuple[Any, Array]:
-        carry = start(state, timestep) if carry is None else carry
-        carry, output = policy.step(state.params, carry, view(state, timestep))
+    def act(state: Any, carry: Any, timestep: TimeStep, key: Array, greedy: bool, data: Any = None) -> tuple[Any, Array]:
+        carry = start(state, timestep, data) if carry is None else carry
+        carry, output = policy.step(whole(state.params, data), carry, view(state, timestep))
         distribution = output.distribution
         return carry, distribution.to_action(distribution.mode() if greedy else distribution.sample(key))
 
@@ -164,7 +165,9 @@ class Episodes(struct.PyTreeNode):
         }
 
 
-def first_episodes(policy: Policy, envs: VectorEnvironment, params: Any, key: Array, num_steps: int) -> Episodes:
+def first_episodes(
+    policy: Policy, envs: VectorEnvironment, params: Any, key: Array, num_steps: int, greedy: bool = False
+) -> Episodes:
     """One episode of each environment, from a fresh reset, cut after ``num_steps`` steps.
 
     Every environment plays exactly one, so that short episodes count no more than long ones. Playing stops when all have ended;
@@ -188,8 +191,9 @@ def first_episodes(policy: Policy, envs: VectorEnvironment, params: Any, key: Ar
     def play(loop):
         step, env_state, timestep, carry, alive, episodes = loop
         carry, output = policy.step(params, carry, timestep)
-        sample = output.distribution.from_noise(jax.tree.map(lambda x: x[step], noise))
-        env_state, timestep = jax.vmap(envs.env.step)(env_keys[step], env_state, output.distribution.to_action(sample))
+        distribution = output.distribution
+        sample = distribution.mode() if greedy else distribution.from_noise(jax.tree.map(lambda x: x[step], noise))
+        env_state, timestep = jax.vmap(envs.env.step)(env_keys[step], env_state, distribution.to_action(sample))
         timestep = timestep.replace(next_action_mask=timestep.action_mask)
         episodes = Episodes(
             jax.tree.map(lambda xs, x: xs.at[step + 1].set(x), episodes.timesteps, timestep),
@@ -205,13 +209,22 @@ def first_episodes(policy: Policy, envs: VectorEnvironment, params: Any, key: Ar
         jnp.zeros((num_steps, envs.num_envs), bool),
     )
     loop = (jnp.zeros((), jnp.int32), state.env, first, carry, alive, episodes)
-    step, _, last, _, _, episodes = jax.lax.while_loop(running, play, loop)
+    step, env_state, last, _, _, episodes = jax.lax.while_loop(running, play, loop)
 
     def fill(xs, x):
         is_left = jnp.arange(num_steps + 1) > step
         return jnp.where(is_left.reshape(-1, *(1,) * x.ndim), x, xs)
 
-    return episodes.replace(timesteps=jax.tree.map(fill, episodes.timesteps, last))
+    episodes = episodes.replace(timesteps=jax.tree.map(fill, episodes.timesteps, last))
+    outcome = getattr(envs.env, "outcome", None)
+    if outcome is None:
+        return episodes
+    # What is only known when an episode has ended, such as a grader's word: the reward of its last step.
+    rewards, info = outcome(env_state, episodes.mask.sum(0))
+    timesteps = episodes.timesteps
+    is_last = jnp.concatenate([jnp.zeros((1, envs.num_envs), bool), episodes.last])
+    info = {**timesteps.info, **{name: jnp.where(is_last, x, timesteps.info[name]) for name, x in info.items()}}
+    return episodes.replace(timesteps=timesteps.replace(reward=jnp.where(is_last, rewards, timesteps.reward), info=info))
 
 
 def next_values(policy: Policy, params: Any, trajectory: Trajectory, values: Array) -> Array:

@@ -12,7 +12,7 @@ import optax
 from flax import struct
 from jax import Array
 
-from rljax.agents.base import Agent
+from rljax.agents.base import Agent, whole
 from rljax.agents.on_policy import acting
 from rljax.envs import Environment, Tokens
 from rljax.networks import Transformer, transformer
@@ -59,13 +59,14 @@ def make(config: Config, env: Environment) -> Agent:
     policy = transformer(config.model, space)
     optimizer = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.scale_by_adam(eps=config.adam_eps))
 
-    def init(key: Array, data: None = None, params: Any = None) -> TrainState:
+    def init(key: Array, data: Any = None, params: Any = None) -> TrainState:
         key, params_key = jax.random.split(key)
         if params is None:
             params = policy.init(params_key, jax.vmap(env.reset)(key[None])[1])
         return TrainState(params, optimizer.init(params), key)
 
-    def loss(params: Any, timesteps: Any, actions: Array, mask: Array) -> tuple[Array, dict[str, Any]]:
+    def loss(trained: Any, timesteps: Any, actions: Array, mask: Array, data: Any) -> tuple[Array, dict[str, Any]]:
+        params = whole(trained, data)
         first, starts = jax.tree.map(lambda x: x[0], timesteps), jax.tree.map(lambda x: x[:-1], timesteps)
         distribution = policy.unroll(params, policy.start(params, first), starts).distribution
         log_prob, entropy = log_prob_and_entropy(distribution, actions)
@@ -80,13 +81,13 @@ def make(config: Config, env: Environment) -> Agent:
         }
         return nll, metrics
 
-    def step(state: TrainState, data: None = None) -> tuple[TrainState, dict[str, Any]]:
+    def step(state: TrainState, data: Any = None) -> tuple[TrainState, dict[str, Any]]:
         key, batch_key = jax.random.split(state.key)
         demonstrations = jax.vmap(demonstration)(jax.random.split(batch_key, config.batch_size))
         timesteps, actions, mask = jax.tree.map(lambda x: x.swapaxes(0, 1), demonstrations)
-        gradient, metrics = jax.grad(loss, has_aux=True)(state.params, timesteps, actions, mask)
+        gradient, metrics = jax.grad(loss, has_aux=True)(state.params, timesteps, actions, mask, data)
         direction, opt_state = optimizer.update(gradient, state.opt_state)
         params = jax.tree.map(lambda p, d: p - config.learning_rate * (d + config.weight_decay * p), state.params, direction)
         return TrainState(params, opt_state, key), {**metrics, "grad_norm": optax.tree.norm(gradient)}
 
-    return Agent(init, step, *acting(policy), env_steps=config.batch_size * (space.length - space.prompt))
+    return Agent(init, step, *acting(policy), env_steps=config.batch_size * (space.length - space.prompt), policy=policy)

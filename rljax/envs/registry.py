@@ -17,6 +17,7 @@ from rljax.envs.wrappers import ScaleReward, SelectObservation, TimeLimit
 OWN = {
     "StatelessCartPole": "rljax.envs.registry:stateless_cartpole",
     "TicTacToe": "rljax.envs.tictactoe:TicTacToe",
+    "text": "rljax.lm.text:text",
     **{
         f"tokens/{name}": f"rljax.lm.tasks:{name}"
         for name in ("addition", "chain_sum", "reversing", "sorting", "brackets", "countdown", "multiplication")

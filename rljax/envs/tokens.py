@@ -104,6 +104,9 @@ class TokenEnvironment:
     A stop token is an action like any other and ends the episode (``terminated``). Running out of tokens sets ``truncated``; what
     was said then counts as it stands where ``truncated_counts``, and earns 0 otherwise.
 
+    A task that grades on the host (`rljax.lm.text`) gives no reward in `step`: whoever plays whole episodes asks `outcome` for
+    it.
+
     ``info`` holds, at the end of an episode, ``reward/<component>`` for each part of the reward, and at every step ``forced``:
     whether the token was the environment's.
     """
@@ -146,6 +149,9 @@ class TokenEnvironment:
         self.truncated_counts = truncated_counts
         self.tool = tool
         self.automaton = automaton
+        self._graded_by_host = hasattr(task, "grade")
+        # What is only known at the end; see `_outcome`. None where `step` knows the reward.
+        self.outcome = self._outcome if self._graded_by_host else None
         size = task.tokenizer.vocab_size
         self.observation_space = Tokens(size, task.prompt_length + self.max_tokens, task.prompt_length)
         self.action_space = Discrete(size)
@@ -157,7 +163,7 @@ class TokenEnvironment:
         """Starts a conversation with a given prompt."""
         context = jnp.concatenate([problem.prompt, jnp.full(self.max_tokens, -1, jnp.int32)])
         pending = None if self.tool is None else jnp.full(self.tool.max_tokens, -1, jnp.int32)
-        automaton = None if self.automaton is None else self.automaton.start()
+        automaton = None if self.automaton is None else self.automaton.start
         state = TokenState(problem, context, jnp.zeros((), jnp.int32), pending, automaton)
         info = self._info(jnp.zeros(len(self.task.components)), jnp.zeros((), bool))
         return state, restart(context, self._mask(state), info)
@@ -187,6 +193,21 @@ class TokenEnvironment:
         scores = jnp.where(counts, scores, 0.0)
         reward = sum((weight * score for weight, score in zip(self.weights, scores, strict=True)), jnp.float32(0.0))
         return state, transition(context, reward, is_stop, truncated, self._mask(state), self._info(scores, is_forced))
+
+    def _outcome(self, states: TokenState, lengths: Array) -> tuple[Array, dict[str, Array]]:
+        """Reward float32 ``[B]`` and ``info`` of the last steps of episodes that took ``lengths [B]`` tokens, from their last
+        states.
+
+        A grader on the host is called once for all of them. ``info["valid"]`` is False where it could not grade; the reward is 0
+        then, and means nothing.
+        """
+        said = states.context[:, self.task.prompt_length :]
+        last = jnp.take_along_axis(said, jnp.maximum(lengths - 1, 0)[:, None], 1)[:, 0]
+        is_stop = jnp.isin(last, jnp.asarray(self.stop_tokens, jnp.int32))
+        reward, scores, valid = self.task.grade(states.problem, said, lengths - is_stop)  # type: ignore[attr-defined]
+        counts = is_stop | self.truncated_counts
+        info = {f"reward/{name}": jnp.where(counts, scores[:, i], 0.0) for i, name in enumerate(self.task.components)}
+        return jnp.where(counts, reward, 0.0), {**info, "valid": valid | ~counts}
 
     def demonstration(self, key: Array) -> tuple[TimeStep, Array, Array]:
         """An episode of good answers, for cloning: ``(timesteps [max_tokens + 1], actions int32 [max_tokens], mask bool
@@ -224,4 +245,5 @@ class TokenEnvironment:
         return legal
 
     def _info(self, scores: Array, forced: Array) -> dict[str, Array]:
-        return {f"reward/{name}": scores[i] for i, name in enumerate(self.task.components)} | {"forced": forced}
+        info = {f"reward/{name}": scores[i] for i, name in enumerate(self.task.components)} | {"forced": forced}
+        return {**info, "valid": jnp.ones((), bool)} if self._graded_by_host else info

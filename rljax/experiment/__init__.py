@@ -4,7 +4,7 @@ from rljax.experiment.checkpoint import SaveError
 from rljax.experiment.config import Experiment, InputError, load, parse_overrides
 from rljax.experiment.evaluation import Evaluation, evaluate_agent
 from rljax.experiment.report import summary_text, write_report
-from rljax.experiment.run import Result, evaluate, load_run, load_states, plan, result, resume, run, train
+from rljax.experiment.run import Result, evaluate, load_run, load_states, plan, replay, result, resume, run, trace, train
 
 __all__ = [
     "Evaluation",
@@ -19,10 +19,12 @@ __all__ = [
     "load_states",
     "parse_overrides",
     "plan",
+    "replay",
     "result",
     "resume",
     "run",
     "summary_text",
+    "trace",
     "train",
     "write_report",
 ]

@@ -346,9 +346,9 @@ def _resolve(entries: dict[str, tuple[Any, str]], name: str) -> Experiment:
     top_values = {key: value for key, value in values.items() if key in top}
     try:
         if sections["model"] or any(key.startswith("model.") for key in sections["sweep"]):
-            settings["model"] = Transformer(**sections["model"])
+            settings["model"] = Transformer(**_with_sizes(sections["model"]))
         algo_config = config_class(**settings)
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:
         raise InputError(str(error)) from error
     experiment = Experiment(
         **{"name": name, **top_values},
@@ -357,6 +357,24 @@ def _resolve(entries: dict[str, tuple[Any, str]], name: str) -> Experiment:
         sweep=dict(sorted(sections["sweep"].items())),
     )
     return dataclasses.replace(experiment, start_from=_start_from(source, experiment))
+
+
+def _with_sizes(model: dict[str, Any]) -> dict[str, Any]:
+    """The keys of ``[model]``, with the sizes of its pretrained weights.
+
+    Raises:
+      ValueError: no weights there, or a key that says otherwise than they do.
+      RuntimeError: they cannot be fetched.
+    """
+    if not model.get("path"):
+        return model
+    from rljax.lm import fetch, weights
+
+    sizes = weights.sizes(fetch.locate(model["path"]))
+    for key in model:
+        if key in sizes and model[key] != sizes[key]:
+            raise ValueError(f"model.{key} is {sizes[key]!r} in {model['path']}, so it cannot be {model[key]!r}; leave it out")
+    return sizes | model
 
 
 def _start_from(entries: dict[str, tuple[Any, str]], experiment: Experiment) -> Experiment | None:

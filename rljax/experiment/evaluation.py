@@ -16,7 +16,8 @@ class Evaluation(struct.PyTreeNode):
     """Episodes ``[E]``.
 
     Attributes:
-      returns: float32, undiscounted; of an unfinished episode, what it had earned so far.
+      returns: float32, undiscounted; of an unfinished episode, what it had earned so far. NaN where a grader on the host could
+        not say.
       lengths: int32, steps.
       finished: bool, False where ``max_steps`` came first.
     """
@@ -27,7 +28,7 @@ class Evaluation(struct.PyTreeNode):
 
 
 def evaluate_agent(
-    agent: Agent, env: Environment, state: Any, key: Array, episodes: int, max_steps: int, greedy: bool = True
+    agent: Agent, env: Environment, state: Any, key: Array, episodes: int, max_steps: int, greedy: bool = True, data: Any = None
 ) -> Evaluation:
     """Plays ``episodes`` episodes side by side, exactly one in each environment, so that short ones count no more than long ones.
 
@@ -35,6 +36,7 @@ def evaluate_agent(
     """
     reset_key, play_key = jax.random.split(key)
     env_state, timestep = jax.vmap(env.reset)(jax.random.split(reset_key, episodes))
+    extra = () if data is None else (data,)
     zeros = Evaluation(jnp.zeros(episodes), jnp.zeros(episodes, jnp.int32), jnp.zeros(episodes, bool))
 
     def running(loop):
@@ -44,7 +46,7 @@ def evaluate_agent(
     def play(loop):
         step, env_state, timestep, carry, result = loop
         act_key, env_key = jax.random.split(jax.random.fold_in(play_key, step))
-        carry, action = agent.act(state, carry, timestep, act_key, greedy)
+        carry, action = agent.act(state, carry, timestep, act_key, greedy, *extra)
         env_state, timestep = jax.vmap(env.step)(jax.random.split(env_key, episodes), env_state, action)
         result = Evaluation(
             returns=result.returns + jnp.where(result.finished, 0.0, timestep.reward),
@@ -53,8 +55,14 @@ def evaluate_agent(
         )
         return step + 1, env_state, timestep, carry, result
 
-    start = (jnp.zeros((), jnp.int32), env_state, timestep, agent.start(state, timestep), zeros)
-    return jax.lax.while_loop(running, play, start)[-1]
+    start = (jnp.zeros((), jnp.int32), env_state, timestep, agent.start(state, timestep, *extra), zeros)
+    _, env_state, _, _, result = jax.lax.while_loop(running, play, start)
+    outcome = getattr(env, "outcome", None)
+    if outcome is None:
+        return result
+    rewards, info = outcome(env_state, result.lengths)
+    returns = result.returns + jnp.where(result.finished, rewards, 0.0)
+    return result.replace(returns=jnp.where(info["valid"], returns, jnp.nan))
 
 
 def random_agent(env: Environment) -> Agent:

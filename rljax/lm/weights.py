@@ -84,12 +84,7 @@ def load(path: str | os.PathLike[str], dtype: str = "float32") -> tuple[dict[str
     """
     path = Path(path)
     target = _dtype(dtype)
-    if path.suffix == ".gguf":
-        config, names, have, read = _open_gguf(path)
-    elif path.is_dir():
-        config, names, have, read = _open_directory(path)
-    else:
-        raise ValueError(f"{path} is neither a directory with config.json nor a .gguf file")
+    config, names, have, read = _open(path)
     if config["tied"] and (head := f"{names['head']}.weight") in have:
         if not np.array_equal(read(head), read(f"{names['embed']}.weight")):
             raise ValueError(f"{path}: {head} differs from the embedding it is tied to; set tie_word_embeddings to false")
@@ -302,6 +297,24 @@ def _layout(config: Mapping[str, Any], names: Mapping[str, str]) -> Iterator[_En
             yield _Entry(("layers", layer, module, "kernel"), f"{name}.weight", shape, not gpt2, third)
             if gpt2 or (config["qkv_bias"] and module in "qkv"):
                 yield _Entry(("layers", layer, module, "bias"), f"{name}.bias", shape[1:], third=third)
+
+
+def sizes(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The keyword arguments of a `Transformer` that `load` returns, without reading the tensors.
+
+    Raises:
+      ValueError: see `load`.
+    """
+    return _open(Path(path))[0]
+
+
+def _open(path: Path) -> tuple[dict[str, Any], Mapping[str, str], set[str], Callable[[str], np.ndarray]]:
+    """``(Transformer fields, names of tensors, tensors that are there, a function that reads one)``."""
+    if path.suffix == ".gguf" and path.is_file():
+        return _open_gguf(path)
+    if path.is_dir():
+        return _open_directory(path)
+    raise ValueError(f"{path} is neither a directory with config.json nor a .gguf file")
 
 
 def _open_directory(path: Path) -> tuple[dict[str, Any], Mapping[str, str], set[str], Callable[[str], np.ndarray]]:

@@ -34,6 +34,9 @@ class Transformer:
     """Sizes and switches of a transformer; ``[model]`` in a config."""
 
     family: str = static("llama", "llama (also Qwen2, Qwen3, Mistral) or gpt2", choices=("llama", "gpt2"))
+    path: str = static(
+        "", "pretrained weights, whose sizes replace those below: a Hugging Face directory, a GGUF file, or smollm2"
+    )
     vocab: int = static(0, "rows of the embedding; 0: as many as the environment has tokens", low=0)
     layers: int = static(2, "blocks", low=1)
     width: int = static(64, "of the residual stream", low=1)
@@ -57,6 +60,8 @@ class Transformer:
 
     def __post_init__(self):
         check_fields(self, "model")
+        if self.lora_rank and not self.path:
+            raise ValueError("model.lora_rank trains adapters of a pretrained model: set model.path too")
         if self.heads % (self.kv_heads or self.heads):
             raise ValueError(f"model.kv_heads ({self.kv_heads}) must divide model.heads ({self.heads})")
         if not self.head_size and self.width % self.heads:
@@ -118,6 +123,31 @@ def init_params(model: Transformer, key: Array, vocab: int, has_value: bool = Fa
     if has_value:
         params["value"] = {"kernel": jnp.zeros((model.width, 1)), "bias": jnp.zeros(1)}
     return params
+
+
+def init_adapters(model: Transformer, key: Array) -> dict[str, Any]:
+    """LoRA's parameters for every dense layer of the blocks: ``lora_a`` uniform as He's for a linear layer, ``lora_b`` zero, so
+    that at first they change nothing (Hu et al. 2021)."""
+    queries, keyed = model.heads * model.size, model.groups * model.size
+    sizes = {"q": (model.width, queries), "k": (model.width, keyed), "v": (model.width, keyed), "o": (queries, model.width)}
+    sizes |= {"up": (model.width, model.mlp), "down": (model.mlp, model.width)}
+    if model.family == "llama":
+        sizes["gate"] = sizes["up"]
+    keys = iter(jax.random.split(key, len(sizes) * model.layers))
+
+    def adapter(rows: int, columns: int) -> dict[str, Array]:
+        a = jax.random.uniform(next(keys), (rows, model.lora_rank), minval=-1.0, maxval=1.0) / rows**0.5
+        return {"lora_a": a, "lora_b": jnp.zeros((model.lora_rank, columns))}
+
+    return {"layers": [{name: adapter(*size) for name, size in sizes.items()} for _ in range(model.layers)]}
+
+
+def join(base: Any, adapters: Any) -> Any:
+    """The parameters of a model and those of its adapters, as one."""
+    if isinstance(base, dict):
+        both = {name: join(base[name], adapters[name]) for name in base if name in adapters}
+        return {**base, **adapters, **both}
+    return [join(b, a) for b, a in zip(base, adapters, strict=True)]
 
 
 # The parts of a block. Activations are ``[..., width]``. A matrix product always gets two-dimensional rows: XLA on CPU is slow at
@@ -265,7 +295,7 @@ def transformer(
 
     def init(key: Array, timestep: TimeStep) -> dict[str, Any]:
         del timestep
-        return init_params(model, key, vocab, has_value)
+        return init_adapters(model, key) if model.lora_rank else init_params(model, key, vocab, has_value)
 
     def start(params: dict[str, Any], timestep: TimeStep) -> dict[str, Any]:
         tokens = timestep.observation[::group_size, : prompt - 1]
