@@ -13,6 +13,7 @@ COMMANDS = {
     "eval": "evaluate the last checkpoint of a run; its config comes from the run",
     "replay": "play the episodes of a trace again, token for token, and say where they differ",
     "fetch": "download a pretrained model: smollm2",
+    "export": "write the language model of one lane as a Hugging Face directory",
     "report": "write report.html of one run, or of several side by side",
     "reproduce": "run the config of a run again in another directory and compare the results",
     "list": "environments, agents and configs, a line each",
@@ -54,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, doc in COMMANDS.items():
         command = commands.add_parser(name, help=doc, description=doc, allow_abbrev=False)
-        if name in ("eval", "reproduce"):
+        if name in ("eval", "reproduce", "export"):
             command.add_argument("run", help="a run directory, as in runs/ppo_cartpole/0123456789ab")
         if name == "eval":
             command.add_argument("--episodes", type=int, help="per lane; default: as in training")
@@ -62,10 +63,14 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument(
                 "--transcript", action="store_true", help="what a language model says, 4 episodes a lane or --episodes"
             )
+            command.add_argument("--samples", type=int, metavar="N", help="answers to each prompt: pass@k and best of N")
             command.add_argument(
                 "--sample", action="store_true", help="of a transcript: draw tokens as in training, not the likeliest"
             )
             command.add_argument("--trace", metavar="FILE", help="write the transcript there, for `rljax replay`")
+        if name == "export":
+            command.add_argument("target", help="the directory to write")
+            command.add_argument("--lane", type=int, default=0, help="default: 0")
         if name == "replay":
             command.add_argument("trace", help="a file of the run's samples/, or that eval --trace wrote")
         if name == "fetch":
@@ -163,6 +168,8 @@ def _eval(arguments: argparse.Namespace) -> int:
         raise InputError(f"--episodes must be >= 1, got {arguments.episodes}")
     if arguments.transcript or arguments.trace:
         return _transcript(arguments)
+    if arguments.samples is not None:
+        return _samples(arguments)
     if arguments.sample:
         raise InputError("--sample goes with --transcript or --trace; the return is that of the greedy policy")
     steps, evaluation = evaluate(arguments.run, arguments.episodes, arguments.seed)
@@ -191,6 +198,36 @@ def _transcript(arguments: argparse.Namespace) -> int:
     if arguments.trace:
         traces.write(Path(arguments.trace), head, episodes)
         print(arguments.trace)
+    return 0
+
+
+def _samples(arguments: argparse.Namespace) -> int:
+    import numpy as np
+
+    from rljax.experiment import InputError, load_run, sample_answers
+    from rljax.ops.groups import pass_at_k
+
+    if arguments.samples < 1:
+        raise InputError(f"--samples must be >= 1, got {arguments.samples}")
+    experiment = load_run(arguments.run)
+    prompts = arguments.episodes or experiment.eval_episodes
+    rewards, right = sample_answers(arguments.run, prompts, arguments.samples, arguments.seed)
+    print(f"{arguments.samples} sampled answers to each of {prompts} prompts a lane")
+    ks = [2**i for i in range(arguments.samples.bit_length())]
+    for lane, lane_rewards, lane_right in zip(experiment.lanes(), rewards, right, strict=True):
+        known = lane_rewards[~np.isnan(lane_rewards).all(1)]
+        best = "invalid"
+        if len(known):
+            best = f"reward {np.nanmean(known):.3f}  best of {arguments.samples} {np.nanmax(known, 1).mean():.3f}"
+        passes = "  ".join(f"pass@{k} {float(pass_at_k(lane_right, k).mean()):.3f}" for k in ks)
+        print(f"lane {lane['lane']:>3}  seed {lane['seed']:>3}  {best}  {passes}")
+    return 0
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from rljax.experiment import export
+
+    print(export(arguments.run, arguments.lane, arguments.target))
     return 0
 
 

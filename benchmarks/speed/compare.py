@@ -87,14 +87,15 @@ class WorkerError(RuntimeError):
 class Worker:
     """A contender's process."""
 
-    def __init__(self, name: str, python: str, settings: Settings, timeout: float):
+    def __init__(self, name: str, python: str, arguments: list[str], timeout: float):
+        """``arguments``: the program, a file beside this one, and what it is given."""
         self.name, self._timeout = name, timeout
         environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # several processes may share a GPU
         if name.startswith(("rljax", "brax")):
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (lives as long as the process)
         self._process = subprocess.Popen(
-            [python, str(HERE / "worker.py"), name, json.dumps(dataclasses.asdict(settings))],
+            [python, str(HERE / arguments[0]), *arguments[1:]],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -160,7 +161,8 @@ def measure(case: Case, pythons: dict[str, str], options: argparse.Namespace) ->
                 devices=options.devices,
                 purejaxrl=options.purejaxrl,
             )
-            workers[name] = Worker(name, pythons[name], settings, options.timeout)
+            arguments = ["worker.py", name, json.dumps(dataclasses.asdict(settings))]
+            workers[name] = Worker(name, pythons[name], arguments, options.timeout)
             try:
                 contenders[name] = {**workers[name].receive(), "rounds": []}
                 print(f"  {name} is ready", file=sys.stderr)

@@ -32,14 +32,14 @@ def measure(config: str, rounds: int) -> dict[str, Any]:
     programs = {}
     for count in SEEDS:
         program = build(dataclasses.replace(experiment, seeds=tuple(range(count))))
-        states = program.init(program.lanes)
-        states, *_ = jax.block_until_ready(program.chunk(program.lanes, states))
+        states = program.init(program.lanes, program.data)
+        states, *_ = jax.block_until_ready(program.chunk(program.lanes, states, program.data))
         programs[count] = (program, states)
     times: dict[int, list[float]] = {count: [] for count in SEEDS}
     for _ in range(rounds):
         for count, (program, states) in programs.items():
             began = time.perf_counter()
-            states, *_ = jax.block_until_ready(program.chunk(program.lanes, states))
+            states, *_ = jax.block_until_ready(program.chunk(program.lanes, states, program.data))
             times[count].append(time.perf_counter() - began)
             programs[count] = (program, states)
     program = programs[1][0]

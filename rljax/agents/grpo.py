@@ -215,7 +215,7 @@ def make(config: Config, env: Environment) -> Agent:
             "ratio_error": jnp.abs(jnp.expm1(log_ratio)).max(),
         }
         if kl_in_loss and not needs_log_prob:
-            metrics |= kl_metrics(log_prob, batch.ref_log_prob, mean)
+            metrics |= kl_metrics(log_prob, batch.ref_log_prob, mean)  # type: ignore[arg-type]
         if kl_in_loss:
             leash = kl.kl_estimate(log_prob, batch.ref_log_prob, config.kl_estimator)  # type: ignore[arg-type]
             per_step = per_step + kl_coef * leash
@@ -264,7 +264,7 @@ def make(config: Config, env: Environment) -> Agent:
         log_prob: Any = log_probs(whole(state.params, data), batch)[0] if needs_log_prob else None
         ref_log_prob: Any = log_probs(whole(state.reference, data), batch)[0] if has_kl else None
         if has_kl and needs_log_prob:
-            metrics |= kl_metrics(log_prob, ref_log_prob, lambda x, how="token": losses.masked_mean(x, mask, how))
+            metrics |= kl_metrics(log_prob, ref_log_prob, lambda x, how="token": losses.masked_mean(x, mask, how))  # type: ignore
         if has_kl and config.kl_in == "reward":
             # Each step answers for what is still to come; in "sequence", for all of it.
             penalty = state.kl_coef * (log_prob - ref_log_prob)

@@ -4,7 +4,21 @@ from rljax.experiment.checkpoint import SaveError
 from rljax.experiment.config import Experiment, InputError, load, parse_overrides
 from rljax.experiment.evaluation import Evaluation, evaluate_agent
 from rljax.experiment.report import summary_text, write_report
-from rljax.experiment.run import Result, evaluate, load_run, load_states, plan, replay, result, resume, run, trace, train
+from rljax.experiment.run import (
+    Result,
+    evaluate,
+    export,
+    load_run,
+    load_states,
+    plan,
+    replay,
+    result,
+    resume,
+    run,
+    sample_answers,
+    trace,
+    train,
+)
 
 __all__ = [
     "Evaluation",
@@ -14,6 +28,7 @@ __all__ = [
     "SaveError",
     "evaluate",
     "evaluate_agent",
+    "export",
     "load",
     "load_run",
     "load_states",
@@ -23,6 +38,7 @@ __all__ = [
     "result",
     "resume",
     "run",
+    "sample_answers",
     "summary_text",
     "trace",
     "train",

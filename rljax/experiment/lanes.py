@@ -80,14 +80,14 @@ class Program:
         """Puts arrays that all lanes share on the devices, one copy on each."""
         return jax.device_put(tree, NamedSharding(self.mesh, PartitionSpec()))
 
-    def transcribe(self, episodes: int, greedy: bool) -> Any:
-        """``(lanes, states, key data uint32, data) -> Transcript``, jitted; None where the agent is no language model."""
+    def transcribe(self, episodes: int, greedy: bool, samples: int = 1) -> Any:
+        """``(lanes, states, seeds uint32 [lanes], data) -> Transcript``, jitted; None where the agent is no language model."""
         if not isinstance(self.env, TokenEnvironment) or self.bind(jax.tree.map(lambda x: x[0], self.lanes))[1].policy is None:
             return None
 
         def transcribe_lane(lane: Any, state: Any, seed: Array, data: Any) -> Transcript:
             env, agent = self.bind(lane)
-            return transcribe(agent, env, state, jax.random.key(seed), episodes, greedy, data)
+            return transcribe(agent, env, state, jax.random.key(seed), episodes, greedy, data, samples)
 
         return _lift(transcribe_lane, self.mesh, -(-self.num_lanes // self.mesh.size))
 

@@ -25,12 +25,14 @@ import numpy as np
 from jax import Array
 
 from rljax.agents import Agent, make_agent
+from rljax.agents.base import whole
 from rljax.envs import make_env
 from rljax.experiment import report, traces
 from rljax.experiment.checkpoint import Checkpoints, SaveError
 from rljax.experiment.config import Experiment, InputError, load
 from rljax.experiment.evaluation import Evaluation
 from rljax.experiment.lanes import Program, build, evaluate_random
+from rljax.networks.transformer import merge
 
 Listener = Callable[[dict[str, Any]], None]
 TRANSCRIPTS = 4  # episodes of each lane that are written down at each evaluation of a language model
@@ -305,17 +307,41 @@ def trace(
     Raises:
       InputError: the run's agent is no language model, or the checkpoint is gone.
     """
+    program, number, transcript, seed = _say(path, episodes, 1, seed, greedy, checkpoint)
+    step, experiment = program.steps_at(number), program.experiment
+    head = _trace_head(Path(path), experiment, number, step, episodes, seed, greedy)
+    return head, traces.rows(transcript, program.env, experiment.lanes(), step)
+
+
+def sample_answers(path: str | Path, prompts: int, samples: int, seed: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """``(rewards, right)``, float64 and bool ``[lanes, prompts, samples]``: several answers of the last policy to each prompt.
+
+    An answer is right where the first component of its reward is 1. An invalid reward is NaN, and not right.
+
+    Raises:
+      InputError: see `trace`.
+    """
+    program, _, transcript, _ = _say(path, prompts, samples, seed, False, None)
+    shape = (program.num_lanes, prompts, samples)
+    rewards = np.where(transcript.valid, transcript.reward, np.nan).astype(np.float64).reshape(shape)
+    first = transcript.components[program.env.task.components[0]].reshape(shape)
+    return rewards, np.asarray((first >= 1.0) & transcript.valid.reshape(shape))
+
+
+def _say(
+    path: str | Path, episodes: int, samples: int, seed: int | None, greedy: bool, checkpoint: int | None
+) -> tuple[Program, int, traces.Transcript, int]:
+    """``(program, number of the checkpoint, numpy Transcript [lanes, episodes * samples], seed)``."""
     experiment = load_run(path)
     program, _ = _with_weights(build(experiment))
-    transcribe = program.transcribe(episodes, greedy)
+    transcribe = program.transcribe(episodes, greedy, samples)
     if transcribe is None:
         raise InputError(f"{path}: {experiment.algo_name} on {experiment.env} says nothing: it is no language model")
     seed = experiment.eval_seed if seed is None else seed
-    number, step, states = _restore(program, path, checkpoint)
+    number, _, states = _restore(program, path, checkpoint)
     seeds = program.pad(np.full(program.num_lanes, seed, np.uint32))
-    transcript = program.unpad(jax.device_get(transcribe(program.lanes, program.pad(states), seeds, program.data)))
-    head = _trace_head(Path(path), experiment, number, step, episodes, seed, greedy)
-    return head, traces.rows(transcript, program.env, experiment.lanes(), step)
+    transcript = transcribe(program.lanes, program.pad(states), seeds, program.data)
+    return program, number, program.unpad(jax.device_get(transcript)), seed
 
 
 def replay(file: str | Path) -> tuple[int, list[str]]:
@@ -434,6 +460,36 @@ def train(experiment: Experiment) -> tuple[Any, dict[str, Array], Evaluation]:
         return states, jax.tree.map(lambda x: x.swapaxes(0, 1), metrics), program.evaluate(lanes, states, program.data)
 
     return program.unpad(whole(program.lanes))
+
+
+def export(path: str | Path, lane: int, target: str | Path) -> Path:
+    """Writes the language model of one lane as a Hugging Face directory, which transformers and vLLM load.
+
+    Adapters are merged into the weights. A tokenizer of characters has no such form and is left out.
+
+    Raises:
+      InputError: the run's agent is no language model, there is no such lane, or the directory cannot be written.
+    """
+    from rljax.lm import weights
+
+    experiment = load_run(path)
+    model = getattr(experiment.algo, "model", None)
+    if model is None:
+        raise InputError(f"{path}: {experiment.algo_name} on {experiment.env} is no language model")
+    if not 0 <= lane < len(experiment.lanes()):
+        raise InputError(f"--lane must be from 0 to {len(experiment.lanes()) - 1}, got {lane}")
+    program, _ = _with_weights(build(experiment))
+    params = jax.tree.map(lambda x: np.asarray(x[lane]), _restore(program, path)[2].params)
+    if program.data is not None:
+        params = jax.tree.map(np.asarray, merge(model, whole(params, program.data)))
+    params.pop("value", None)
+    tokenizer = program.env.tokenizer
+    model = dataclasses.replace(model, vocab=params["embed"].shape[0], kv_heads=model.groups, head_size=model.size)
+    try:
+        weights.save(target, model, params, tokenizer.files or None)
+    except (OSError, ValueError) as error:
+        raise InputError(str(error)) from error
+    return Path(target)
 
 
 def plan(experiment: Experiment) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from jax import Array
 from rljax.agents import Agent
 from rljax.agents.base import whole
 from rljax.agents.on_policy import first_episodes
-from rljax.envs import Environment, vectorize
+from rljax.envs import Environment, group
 from rljax.envs.tokens import TokenEnvironment
 
 VERSION = 1
@@ -47,11 +47,16 @@ class Transcript(struct.PyTreeNode):
     valid: Array
 
 
-def transcribe(agent: Agent, env: Environment, state: Any, key: Array, episodes: int, greedy: bool, data: Any) -> Transcript:
-    """Plays ``episodes`` episodes of a language model. Pure and traceable; an episode does not depend on how many there are."""
+def transcribe(
+    agent: Agent, env: Environment, state: Any, key: Array, episodes: int, greedy: bool, data: Any, samples: int = 1
+) -> Transcript:
+    """Plays ``samples`` episodes of a language model from each of ``episodes`` prompts. Pure and traceable.
+
+    Those of a prompt are adjacent.
+    """
     assert agent.policy is not None and isinstance(env, TokenEnvironment)
     prompt, params = env.task.prompt_length, whole(state.params, data)
-    played = first_episodes(agent.policy, vectorize(env, episodes), params, key, env.max_tokens, greedy)
+    played = first_episodes(agent.policy, group(env, episodes, samples), params, key, env.max_tokens, greedy)
     output = agent.policy.unroll(params, agent.policy.start(params, played.first), played.starts)
     mask, info = played.mask, played.transitions.info
     place = jnp.arange(env.observation_space.length) - prompt
@@ -74,7 +79,7 @@ def transcribe(agent: Agent, env: Environment, state: Any, key: Array, episodes:
         components={name.removeprefix("reward/"): at_last(x) for name, x in info.items() if name.startswith("reward/")},
         terminated=at_last(played.transitions.terminated).astype(bool),
         truncated=at_last(played.transitions.truncated).astype(bool),
-        valid=at_last(info["valid"]).astype(bool) if "valid" in info else jnp.ones(episodes, bool),
+        valid=at_last(info["valid"]).astype(bool) if "valid" in info else jnp.ones(episodes * samples, bool),
     )
 
 

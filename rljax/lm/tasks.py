@@ -62,6 +62,21 @@ def pad_right(text: Text, width: int) -> Array:
     return jnp.where(jnp.arange(width) < length, ids, -1).astype(jnp.int32)
 
 
+def read_fields(prompt: Array, count: int) -> Array:
+    """The first ``count`` numbers of a prompt int32 ``[W]``, int32 ``[count]``; whatever is no digit parts them."""
+    is_digit = (prompt >= 0) & (prompt <= 9)
+    field = jnp.cumsum((prompt >= 10).astype(jnp.int32))  # separators before each place
+
+    def number(i: Array) -> Array:
+        def read(value, place):
+            digit, inside = place
+            return jnp.where(inside, value * 10 + digit, value), None
+
+        return jax.lax.scan(read, jnp.zeros((), jnp.int32), (prompt, is_digit & (field == i)))[0]
+
+    return jax.vmap(number)(jnp.arange(count))
+
+
 def equals(completion: Array, length: Array, answer: Array) -> Array:
     """bool: the first ``length`` of ``completion [T]`` are just ``answer [A]``, padded with -1."""
     width = max(completion.shape[0], answer.shape[0])
@@ -115,10 +130,15 @@ class CharTask:
 
 @dataclasses.dataclass(frozen=True)
 class Addition(CharTask):
-    """``12+34=`` -> ``46``; ``reverse`` asks for the last digit first, which is easier for a transformer (arXiv 2307.03381)."""
+    """``12+34=`` -> ``46``; ``reverse`` asks for the last digit first, which is easier for a transformer (arXiv 2307.03381).
+
+    Of the demonstrations a share of ``forget_carry`` adds digit by digit and forgets every carry, as a careless teacher would:
+    ``57+68=`` -> ``15``.
+    """
 
     digits: int = 2
     reverse: bool = False
+    forget_carry: float = 0.0
 
     def __post_init__(self):
         if not 1 <= self.digits <= 8:
@@ -135,10 +155,18 @@ class Addition(CharTask):
     def sample(self, key: Array) -> Problem:
         a, b = jax.random.randint(key, (2,), 0, 10**self.digits)
         prompt = join(write_number(a, self.digits), self.text("+"), write_number(b, self.digits), self.text("="))
-        ids, length = write_number(a + b, self.answer_length)
-        if self.reverse:
-            ids = jnp.roll(ids[::-1], length - self.answer_length)
-        return Problem(pad_left(prompt, self.prompt_length), pad_right((ids, length), self.answer_length))
+        return Problem(pad_left(prompt, self.prompt_length), pad_right(self._write(a + b), self.answer_length))
+
+    def demonstrate(self, key: Array, problem: Problem) -> Array:
+        a, b = read_fields(problem.prompt, 2)
+        powers = 10 ** jnp.arange(self.digits)
+        without_carry = jnp.sum((a // powers + b // powers) % 10 * powers)
+        forgets = jax.random.bernoulli(key, self.forget_carry)
+        return pad_right(join(self._write(jnp.where(forgets, without_carry, a + b)), self.end), self.max_tokens)
+
+    def _write(self, number: Array) -> Text:
+        ids, length = write_number(number, self.answer_length)
+        return (jnp.roll(ids[::-1], length - self.answer_length) if self.reverse else ids), length
 
 
 @dataclasses.dataclass(frozen=True)
@@ -349,24 +377,10 @@ class Countdown(CharTask):
         return total, good, good
 
     def verify(self, problem: Problem, completion: Array, length: Array) -> Array:
-        numbers, target = self._given(problem.prompt)
+        *numbers, target = read_fields(problem.prompt, self.numbers + 1)
+        numbers = jnp.stack(numbers)
         value, good, _ = self.evaluate(completion, length, numbers)
         return jnp.stack([good & (value == target), good]).astype(jnp.float32)
-
-    def _given(self, prompt: Array) -> tuple[Array, Array]:
-        """The numbers and the target of a prompt."""
-        is_digit = (prompt >= 0) & (prompt <= 9)
-        field = jnp.cumsum((prompt >= 10).astype(jnp.int32))  # separators before each place
-
-        def number(i):
-            def read(value, x):
-                digit, inside = x
-                return jnp.where(inside, value * 10 + digit, value), None
-
-            return jax.lax.scan(read, jnp.zeros((), jnp.int32), (prompt, is_digit & (field == i)))[0]
-
-        values = jax.vmap(number)(jnp.arange(self.numbers + 1))
-        return values[:-1], values[-1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -461,9 +475,11 @@ class Multiplication(CharTask):
 # What `make_env` makes of ``tokens/<name>``; keyword arguments are the task's, then the environment's.
 
 
-def addition(digits: int = 2, reverse: bool = False, truncated_counts: bool = False) -> TokenEnvironment:
+def addition(
+    digits: int = 2, reverse: bool = False, forget_carry: float = 0.0, truncated_counts: bool = False
+) -> TokenEnvironment:
     """See `Addition`."""
-    return TokenEnvironment(Addition(digits, reverse), truncated_counts=truncated_counts)
+    return TokenEnvironment(Addition(digits, reverse, forget_carry), truncated_counts=truncated_counts)
 
 
 def chain_sum(terms: int = 3, digits: int = 1, truncated_counts: bool = False) -> TokenEnvironment:

@@ -150,6 +150,18 @@ def join(base: Any, adapters: Any) -> Any:
     return [join(b, a) for b, a in zip(base, adapters, strict=True)]
 
 
+def merge(model: Transformer, params: Any) -> Any:
+    """Joined parameters with every adapter added into its kernel."""
+    if isinstance(params, list):
+        return [merge(model, part) for part in params]
+    if not isinstance(params, dict):
+        return params
+    if "lora_a" in params:
+        kernel = params["kernel"] + model.lora_scale * (params["lora_a"] @ params["lora_b"])
+        return {"kernel": kernel, **{name: x for name, x in params.items() if name == "bias"}}
+    return {name: merge(model, part) for name, part in params.items()}
+
+
 # The parts of a block. Activations are ``[..., width]``. A matrix product always gets two-dimensional rows: XLA on CPU is slow at
 # three.
 

@@ -47,6 +47,28 @@ def group_advantages(
     return jnp.where(counts, (rewards - mean) / jnp.where(counts, deviation + eps, 1.0), 0.0)
 
 
+def pass_at_k(correct: Array, k: int) -> Array:
+    """Probability that one of ``k`` answers is right, ``[P]``, from ``n >= k`` that were drawn for each of ``P`` prompts.
+
+    ``1 - C(n - c, k) / C(n, k)`` with ``c`` right ones (Chen et al. 2021, arXiv 2107.03374, eq. 1): unbiased, unlike
+    ``1 - (1 - c / n)^k``.
+
+    Args:
+      correct: bool ``[P, n]``.
+
+    Raises:
+      ValueError: ``k`` below 1 or above n.
+    """
+    chex.assert_rank(correct, 2)
+    n = correct.shape[1]
+    if not 1 <= k <= n:
+        raise ValueError(f"k must be from 1 to the {n} answers of a prompt, got {k}")
+    wrong = n - correct.sum(1, keepdims=True)
+    # As a product of k factors, (wrong - i) / (n - i), no binomial can overflow.
+    i = jnp.arange(k)
+    return 1.0 - jnp.prod(jnp.maximum(wrong - i, 0) / (n - i), axis=1)
+
+
 def leave_one_out_advantages(rewards: Array, valid: Array | None = None) -> Array:
     """Reward minus the mean of the other valid members (RLOO, Ahmadian et al. 2024, arXiv 2402.14740, eq. 8), ``[P, G]``.
 
