@@ -4,8 +4,8 @@
     python benchmarks/speed/grpo.py --trl-python VENV/bin/python
     python benchmarks/speed/grpo.py --seeds 5     # what five seeds in one program cost
 
-Both begin with random weights of one Llama, sample completions of a fixed length from prompts of random tokens, reward the count of
-one token, and take one gradient step, with float32 weights and no reference. Each is a process that warms up and then trains
+Both begin with random weights of one Llama, sample completions of a fixed length from prompts of random tokens, reward the count
+of one token, and take one gradient step, with float32 weights and no reference. Each is a process that warms up and then trains
 once a round, in turns, in an order that is reversed every other round. The ratio is that of the least time of a step on each
 side: a shared machine adds time and takes none away. Results go to ``benchmarks/results/speed_grpo.json``.
 """
@@ -51,7 +51,7 @@ CASES = {
 def arguments(contender: str, case: Case, seeds: int) -> list[str]:
     """The command line of a contender."""
     if contender == "trl":
-        options = {name: value for name, value in dataclasses.asdict(case).items()}
+        options = dataclasses.asdict(case)
         return ["trl_worker.py", *(str(x) for k, v in options.items() for x in (f"--{k.replace('_', '-')}", v))]
     return ["grpo_worker.py", json.dumps({**dataclasses.asdict(case), "seeds": seeds})]
 

@@ -1,7 +1,7 @@
 """rljax's GRPO on token sequences as a contender of `grpo.py`, which says what is equal; the protocol is that of `worker.py`.
 
-The twin of `trl_worker.py`: the same model, prompts of random tokens, completions of one length, one gradient step for each batch of
-samples, no reference, a reward that counts one token. A round is one compiled call.
+The twin of `trl_worker.py`: the same model, prompts of random tokens, completions of one length, one gradient step for each batch
+of samples, no reference, a reward that counts one token. A round is one compiled call.
 """
 
 import argparse

@@ -73,7 +73,7 @@ class Config:
     overlong_steps: int = static(
         0, "an episode of tokens pays up to 1 for its last steps before T, so many (DAPO); 0: nothing", low=0
     )
-    mask_truncated: bool = static(False, "leave truncated episodes out of the loss")
+    mask_truncated: bool = static(False, "leave episodes that were cut out of the loss")
     num_epochs: int = static(2, "passes over the episodes", low=1)
     num_minibatches: int = static(4, "gradient steps of each pass; each takes some of the groups", low=1)
     num_microbatches: int = static(1, "parts of a minibatch, one in memory at a time; the gradient is that of the whole", low=1)
@@ -152,14 +152,6 @@ def make(config: Config, env: Environment) -> Agent:
         log_prob, entropy = log_prob_and_entropy(output.distribution, batch.samples)
         return jnp.where(batch.mask, log_prob, 0.0), jnp.where(batch.mask, entropy, 0.0)
 
-    def keep_uneven(episodes: Episodes) -> Episodes:
-        """Of the groups that were played, ``num_groups``: first those whose returns differ, then as many others as are
-        missing."""
-        returns = episodes.returns.reshape(-1, group_size)
-        order = jnp.argsort(returns.max(1) == returns.min(1), stable=True)[:num_groups]
-        columns = (order[:, None] * group_size + jnp.arange(group_size)).reshape(-1)
-        return jax.tree.map(lambda x: x[:, columns], episodes)
-
     def scores(episodes: Episodes) -> tuple[Array, Array]:
         """``(return, valid)`` of each episode, ``[P, G]``; shaped for its length, and invalid where its reward could not be
         had."""
@@ -169,7 +161,7 @@ def make(config: Config, env: Environment) -> Agent:
         valid = jnp.ones(returns.shape, bool)
         if "valid" in transitions.info:
             valid = jnp.all(jnp.where(episodes.last, transitions.info["valid"], True), 0)
-        return returns.reshape(num_groups, group_size), valid.reshape(num_groups, group_size)
+        return returns.reshape(-1, group_size), valid.reshape(-1, group_size)
 
     def advantages_of(rewards: Array, valid: Array) -> Array:
         """``[P, G]``."""
@@ -244,20 +236,23 @@ def make(config: Config, env: Environment) -> Agent:
 
         # Episodes.
         episodes = first_episodes(policy, envs, whole(state.params, data), episode_key, num_steps)
-        returns = episodes.returns.reshape(-1, group_size)
-        metrics: dict[str, Any] = {"flat_groups": (returns.max(1) == returns.min(1)).mean(), **episodes.metrics()}
+        rewards, valid = scores(episodes)
+        is_flat = jnp.max(rewards, 1, where=valid, initial=-jnp.inf) <= jnp.min(rewards, 1, where=valid, initial=jnp.inf)
+        metrics: dict[str, Any] = {"flat_groups": is_flat.mean(), "invalid": 1.0 - valid.mean(), **episodes.metrics()}
         if config.oversample > 1:
-            episodes = keep_uneven(episodes)
+            # Of the groups that were played, first those whose rewards differ, then as many others as are missing.
+            chosen = jnp.argsort(is_flat, stable=True)[:num_groups]
+            rewards, valid = rewards[chosen], valid[chosen]
+            columns = (chosen[:, None] * group_size + jnp.arange(group_size)).reshape(-1)
+            episodes = jax.tree.map(lambda x: x[:, columns], episodes)
 
         # What counts: a step with one legal action says nothing about the policy.
         starts, mask = episodes.starts, episodes.mask
         if starts.action_mask is not None:
             mask = mask & (starts.action_mask.sum(-1) > 1)
         if config.mask_truncated:
-            mask = mask & ~(episodes.last & episodes.transitions.truncated & ~episodes.transitions.terminated).any(0)
-        rewards, valid = scores(episodes)
+            mask = mask & (episodes.last & episodes.transitions.terminated).any(0)
         mask = mask & valid.reshape(-1)
-        metrics["invalid"] = 1.0 - valid.mean()
 
         # Targets: the return of an episode against its group's.
         batch = Batch(episodes.first, starts, episodes.samples, mask, None, None, jnp.zeros(mask.shape))

@@ -215,7 +215,17 @@ def first_episodes(
         is_left = jnp.arange(num_steps + 1) > step
         return jnp.where(is_left.reshape(-1, *(1,) * x.ndim), x, xs)
 
-    episodes = episodes.replace(timesteps=jax.tree.map(fill, episodes.timesteps, last))
+    timesteps = jax.tree.map(fill, episodes.timesteps, last)
+    # An environment whose episode has ended may give anything, and NaN times a masked gradient of 0 would be NaN.
+    is_played = jnp.concatenate([episodes.mask, jnp.ones((1, envs.num_envs), bool)])
+
+    def of_episode(xs, x):
+        keep = is_played.reshape(is_played.shape + (1,) * (xs.ndim - 2))
+        return jnp.where(keep, xs, x) if jnp.issubdtype(xs.dtype, jnp.floating) else xs
+
+    reward = jnp.concatenate([timesteps.reward[:1], jnp.where(episodes.mask, timesteps.reward[1:], 0.0)])
+    observation = jax.tree.map(of_episode, timesteps.observation, first.observation)
+    episodes = episodes.replace(timesteps=timesteps.replace(reward=reward, observation=observation))
     outcome = getattr(envs.env, "outcome", None)
     if outcome is None:
         return episodes

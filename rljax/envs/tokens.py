@@ -87,6 +87,7 @@ class TokenState(struct.PyTreeNode):
       problem: see `Problem`.
       context: int32 ``[S]``, prompt and what was said, -1 where nothing is.
       length: int32, tokens said so far, by policy and tools.
+      stopped: int32, tokens that had been said when the first stop token was; 0 before.
       pending: int32 ``[R]``, what a tool still has to say, -1 after its end; None without a tool.
       automaton: state of the automaton; None without one.
     """
@@ -94,6 +95,7 @@ class TokenState(struct.PyTreeNode):
     problem: Problem
     context: Array
     length: Array
+    stopped: Array
     pending: Array | None
     automaton: Array | None
 
@@ -118,6 +120,7 @@ class TokenEnvironment:
         weights: dict[str, Any] | None = None,
         max_tokens: int | None = None,
         truncated_counts: bool = False,
+        limit_terminates: bool = False,
         stop_tokens: tuple[int, ...] = (),
         tool: Tool | None = None,
         automaton: Any = None,
@@ -128,6 +131,8 @@ class TokenEnvironment:
           weights: of the reward's components; 1 for each that is not named. Numbers may be traced.
           max_tokens: the task's by default.
           truncated_counts: verify a completion that ran out of tokens too.
+          limit_terminates: the limit is part of the MDP, and ends an episode as a stop token does: for agents that would else
+            bootstrap from the value of a full context, which no step of theirs ever teaches them.
           stop_tokens: the tokenizer's end tokens by default.
           tool: see `Tool`.
           automaton: which tokens are legal after what was said, `rljax.lm.automata`.
@@ -147,6 +152,7 @@ class TokenEnvironment:
         self.weights = [weights.get(name, 1.0) for name in task.components]
         self.stop_tokens = tuple(stop_tokens or task.tokenizer.eos_ids)
         self.truncated_counts = truncated_counts
+        self.limit_terminates = limit_terminates
         self.tool = tool
         self.automaton = automaton
         self._graded_by_host = hasattr(task, "grade")
@@ -164,7 +170,7 @@ class TokenEnvironment:
         context = jnp.concatenate([problem.prompt, jnp.full(self.max_tokens, -1, jnp.int32)])
         pending = None if self.tool is None else jnp.full(self.tool.max_tokens, -1, jnp.int32)
         automaton = None if self.automaton is None else self.automaton.start
-        state = TokenState(problem, context, jnp.zeros((), jnp.int32), pending, automaton)
+        state = TokenState(problem, context, jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), pending, automaton)
         info = self._info(jnp.zeros(len(self.task.components)), jnp.zeros((), bool))
         return state, restart(context, self._mask(state), info)
 
@@ -185,14 +191,16 @@ class TokenEnvironment:
             pending = jnp.where(is_forced, rest, answer)
         if self.automaton is not None and state.automaton is not None:
             automaton = jnp.where(is_forced, state.automaton, self.automaton.advance(state.automaton, action))
-        state = TokenState(state.problem, context, length, pending, automaton)
+        stopped = jnp.where(is_stop & (state.stopped == 0), length, state.stopped)
+        state = TokenState(state.problem, context, length, stopped, pending, automaton)
 
-        truncated = ~is_stop & (length >= self.max_tokens)
-        counts = is_stop | truncated if self.truncated_counts else is_stop
+        is_cut = ~is_stop & (length >= self.max_tokens)
+        terminated, truncated = (is_stop | is_cut, is_cut & False) if self.limit_terminates else (is_stop, is_cut)
+        counts = is_stop | is_cut if self.truncated_counts else is_stop
         scores = self.task.verify(state.problem, said, length - is_stop)
         scores = jnp.where(counts, scores, 0.0)
         reward = sum((weight * score for weight, score in zip(self.weights, scores, strict=True)), jnp.float32(0.0))
-        return state, transition(context, reward, is_stop, truncated, self._mask(state), self._info(scores, is_forced))
+        return state, transition(context, reward, terminated, truncated, self._mask(state), self._info(scores, is_forced))
 
     def _outcome(self, states: TokenState, lengths: Array) -> tuple[Array, dict[str, Array]]:
         """Reward float32 ``[B]`` and ``info`` of the last steps of episodes that took ``lengths [B]`` tokens, from their last
@@ -202,8 +210,7 @@ class TokenEnvironment:
         then, and means nothing.
         """
         said = states.context[:, self.task.prompt_length :]
-        last = jnp.take_along_axis(said, jnp.maximum(lengths - 1, 0)[:, None], 1)[:, 0]
-        is_stop = jnp.isin(last, jnp.asarray(self.stop_tokens, jnp.int32))
+        is_stop = states.stopped == lengths
         reward, scores, valid = self.task.grade(states.problem, said, lengths - is_stop)  # type: ignore[attr-defined]
         counts = is_stop | self.truncated_counts
         info = {f"reward/{name}": jnp.where(counts, scores[:, i], 0.0) for i, name in enumerate(self.task.components)}

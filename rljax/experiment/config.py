@@ -125,8 +125,11 @@ class Experiment:
         algo = {key[5:]: value for key, value in values.items() if key.startswith("algo.")}
         params = {key[11:]: value for key, value in values.items() if key.startswith("env_params.")}
         model = {key[6:]: value for key, value in values.items() if key.startswith("model.")}
-        if model:
-            algo["model"] = dataclasses.replace(self.algo.model, **model)
+        try:
+            if model:
+                algo["model"] = dataclasses.replace(self.algo.model, **model)
+        except ValueError as error:
+            raise InputError(str(error)) from error
         return dataclasses.replace(self, algo=dataclasses.replace(self.algo, **algo), env_params={**self.env_params, **params})
 
 

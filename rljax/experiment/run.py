@@ -87,12 +87,18 @@ def run(
         if info.get("status") == "finished":
             say({"event": "note", "text": f"finished already: {path} (--fresh starts over)"})
             return result(path)
-        params = None
-        if experiment.start_from is not None and not (path / "checkpoints").exists():
-            say({"event": "note", "text": f"first {experiment.start_from.name}, which this starts from"})
-            params = _params_of(run(experiment.start_from, listener=listener, argv=argv).states, experiment)
+
+        def start() -> Any:
+            """Parameters to begin with, of all lanes, or None: trains what ``start_from`` names, if that has not been done."""
+            source = experiment.start_from
+            if source is None:
+                return None
+            _check_params(experiment, jax.eval_shape(build(source).init, build(source).lanes, None).params)
+            say({"event": "note", "text": f"first {source.name}, which this starts from"})
+            return _params_of(run(source, listener=listener, argv=argv).states, experiment)
+
         try:
-            return _train(experiment, path, info, say, argv or sys.argv, params)
+            return _train(experiment, path, info, say, argv or sys.argv, start)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise SaveError(f"cannot write to {path}: {error.strerror}; its last checkpoint stays valid") from error
@@ -127,15 +133,8 @@ def _with_weights(program: Program) -> tuple[Program, Any]:
     return program, jax.tree.map(lambda x: np.broadcast_to(x, (program.num_lanes, *x.shape)), params)
 
 
-def _begin(program: Program, params: Any) -> Any:
-    """The first states.
-
-    Raises:
-      InputError: parameters that are not the agent's, with the first that differs.
-    """
-    if params is None:
-        return program.init(program.lanes, program.data)
-    experiment = program.experiment
+def _check_params(experiment: Experiment, params: Any) -> None:
+    """Raises InputError where ``params [lanes, ...]`` are not what the agent trains, with the first that differs."""
     agent = lane_agent(experiment, 0)
     if "params" not in inspect.signature(agent.init).parameters:
         raise InputError(f"start_from: {experiment.algo_name} cannot start from parameters that were trained before")
@@ -150,27 +149,33 @@ def _begin(program: Program, params: Any) -> Any:
             raise InputError(
                 f"start_from: parameter {name} is {shapes}, here and there; give both the same [model] and env_params"
             )
+
+
+def _begin(program: Program, params: Any) -> Any:
+    """The first states, from parameters ``[lanes, ...]`` that were trained before, if any."""
+    if params is None:
+        return program.init(program.lanes, program.data)
     return program.init_from(program.lanes, program.pad(params), program.data)
 
 
 def _train(
-    experiment: Experiment, path: Path, info: dict[str, Any], say: Listener, argv: list[str], params: Any = None
+    experiment: Experiment, path: Path, info: dict[str, Any], say: Listener, argv: list[str], start: Callable[[], Any]
 ) -> Result:
     clock = time.perf_counter
     began = clock()
     program, pretrained = _with_weights(build(experiment))
-    params = pretrained if params is None else params
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.toml").write_text(experiment.to_toml())
     checkpoints = Checkpoints(path / "checkpoints")
     abstract = jax.eval_shape(program.init, program.lanes, program.data)
     restored = checkpoints.restore_latest(jax.eval_shape(program.unpad, abstract))
+    params = start() if restored is None else None
 
     compile_began = clock()
     chunk_program = program.chunk.lower(program.lanes, abstract, program.data).compile()
     evaluate_program = program.evaluate.lower(program.lanes, abstract, program.data).compile()
     if restored is None:
-        done, states = 0, _begin(program, params)
+        done, states = 0, _begin(program, pretrained if params is None else params)
     else:
         done, states, notes = restored
         states = program.pad(states)
@@ -449,6 +454,7 @@ def train(experiment: Experiment) -> tuple[Any, dict[str, Array], Evaluation]:
     program, params = _with_weights(build(experiment))
     if experiment.start_from is not None:
         params = _params_of(train(experiment.start_from)[0], experiment)
+        _check_params(experiment, params)
 
     @jax.jit
     def whole(lanes):

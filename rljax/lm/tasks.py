@@ -415,7 +415,7 @@ class Calculator:
 
 @dataclasses.dataclass(frozen=True)
 class Multiplication(CharTask):
-    """``37*52?`` -> ``=1924``, or by the calculator ``[37*52](1924)=1924``: what stands after the last ``=`` is the answer.
+    """``37*52?`` -> ``=1924``, or by the calculator ``[37*52](1924)=1924``: what stands after the only ``=`` is the answer.
 
     Demonstrations call the tool with probability ``tool_share``; components are ``exact``, and ``called``, which is worth nothing
     unless it is given a weight.
@@ -468,7 +468,8 @@ class Multiplication(CharTask):
         place = jnp.arange(completion.shape[0])
         before = place < length
         begin = jnp.max(jnp.where(before & (completion == equal), place, -1)) + 1
-        is_right = (begin > 0) & equals(jnp.roll(completion, -begin), length - begin, problem.answer)
+        is_only = jnp.sum(before & (completion == equal)) == 1
+        is_right = is_only & equals(jnp.roll(completion, -begin), length - begin, problem.answer)
         return jnp.stack([is_right, jnp.any(before & (completion == right))]).astype(jnp.float32)
 
 

@@ -91,12 +91,15 @@ class TextTask:
 class HostTool:
     """A tool that is a Python function: what stands between ``opens`` and ``closes`` goes in as text, and its answer is forced.
 
-    Every token of every episode calls the host, which a tool of arrays (`rljax.lm.tasks.Calculator`) does not. An exception is
-    answered with its message.
+    Every token of every episode calls the host, which a tool of arrays (`rljax.lm.tasks.Calculator`) does not. Where it raises,
+    or says what the tokenizer cannot write, the answer is ``failed``.
     """
 
-    def __init__(self, function: Callable[[str], str], tokenizer: Any, opens: str, closes: str, max_tokens: int):
-        self.function, self.tokenizer, self.opens, self.closes, self.max_tokens = function, tokenizer, opens, closes, max_tokens
+    def __init__(
+        self, function: Callable[[str], str], tokenizer: Any, opens: str, closes: str, max_tokens: int, failed: str = "?"
+    ):
+        self.function, self.tokenizer, self.opens, self.closes = function, tokenizer, opens, closes
+        self.max_tokens, self.failed = max_tokens, failed
 
     def __call__(self, said: Array, length: Array) -> tuple[Array, Array]:
         shapes = (jax.ShapeDtypeStruct((self.max_tokens,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32))
@@ -110,15 +113,15 @@ class HostTool:
             text = self.tokenizer.decode(said[place][: length[place]])
             call = text.rpartition(self.opens)[2]
             if self.opens in text and call.endswith(self.closes):
-                ids = self.tokenizer.encode(self._answer(call.removesuffix(self.closes)), bos=False)[: self.max_tokens]
+                ids = self._answer(call.removesuffix(self.closes))[: self.max_tokens]
                 answers[place][: len(ids)], sizes[place] = ids, len(ids)
         return answers, sizes
 
-    def _answer(self, call: str) -> str:
+    def _answer(self, call: str) -> list[int]:
         try:
-            return self.function(call)
-        except Exception as error:  # the model's call may be anything
-            return f"{type(error).__name__}: {error}"
+            return self.tokenizer.encode(self.function(call), bos=False)
+        except Exception:  # the model's call may be anything
+            return self.tokenizer.encode(self.failed, bos=False)
 
 
 def text(

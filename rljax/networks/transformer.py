@@ -314,7 +314,8 @@ def transformer(
         is_real = tokens >= 0
         padding = prompt - 1 - is_real.sum(-1)  # [P]
         positions = jnp.maximum(jnp.arange(prompt - 1) - padding[:, None], 0)
-        memory = _prefill(model, params, tokens, positions, is_real)[1]
+        nothing = jnp.zeros((tokens.shape[0], model.groups, 0, model.size))
+        memory = _prefill(model, params, tokens, positions, is_real)[1] if prompt > 1 else [(nothing, nothing)] * model.layers
         batch = timestep.observation.shape[0]
         empty = jnp.zeros((batch, model.groups, steps, model.size), model.dtype)
         memory = jax.tree.map(lambda x: x.astype(model.dtype), memory)

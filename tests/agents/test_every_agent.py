@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 import rljax
-from rljax.agents import AGENTS, a2c, c51, dqn, grpo, ppo, pqn, reinforce, sac, td3
+from rljax.agents import AGENTS, a2c, c51, dqn, grpo, ppo, pqn, reinforce, sac, sft, td3
 from rljax.envs import Box, Discrete, restart
 from rljax.experiment import evaluate_agent
-from rljax.networks import actor_critic
+from rljax.networks import Transformer, actor_critic
 from tests.agents import probes
 
 # Where compiling is all that costs.
@@ -23,6 +23,7 @@ OFF_POLICY = dict(
     hidden=(32,), learning_rate=5e-3, discount=0.5, num_envs=8, num_steps=16, batch_size=64, buffer_size=1024, learning_starts=64
 )
 Q_LEARNING = dict(anneal_steps=2000.0, exploration_fraction=0.5, target_every=10, **OFF_POLICY)
+TRANSFORMER = Transformer(layers=1, width=8, heads=2, mlp=16)
 SMALL = {
     "reinforce": reinforce.Config(num_envs=32, num_steps=4, hidden=(32,), learning_rate=1e-2, discount=0.5),
     "a2c": a2c.Config(num_envs=32, num_steps=4, hidden=(32,), learning_rate=5e-3, discount=0.5, optimizer="adam"),
@@ -35,10 +36,14 @@ SMALL = {
     "c51": c51.Config(**Q_LEARNING, value_min=-2.0, value_max=3.0, num_atoms=26),
     "sac": sac.Config(**OFF_POLICY, target_tau=0.05, initial_temperature=0.1),
     "td3": td3.Config(**OFF_POLICY, target_tau=0.05),
+    "sft": sft.Config(batch_size=8, model=TRANSFORMER),
+    "grpo of tokens": grpo.Config(num_groups=4, group_size=4, num_minibatches=2, kl_coef=0.1, model=TRANSFORMER),
 }
+TOKENS = ("sft", "grpo of tokens")
+EVERY = tuple(SMALL)
 UPDATES = {"reinforce": 100, "a2c": 150, "grpo": 150, "pqn": 150}  # calls of step; the others get 60
 VALUE_BASED = ("a2c", "ppo", "pqn", "dqn", "c51", "sac")
-DISCRETE = tuple(name for name in SMALL if name != "td3")
+DISCRETE = tuple(name for name in SMALL if name not in ("td3", *TOKENS))
 MASKS = DISCRETE
 CONTINUOUS = ("reinforce", "a2c", "ppo", "grpo", "sac", "td3")
 
@@ -127,8 +132,14 @@ def test_continuous_actions(name):
 
 def env_of(name):
     """Short episodes, so that a few updates see resets and truncations."""
+    if name in TOKENS:
+        return rljax.make_env("tokens/multiplication", digits=1, truncated_counts=True, called=1.0)
     env = "Pendulum-v1" if name in ("td3", "grpo") else "CartPole-v1"  # in CartPole all members of a group earn the same so soon
     return rljax.make_env(env, max_steps_in_episode=7)
+
+
+def test_every_agent_is_here():
+    assert set(AGENTS) <= set(EVERY)
 
 
 def plain(tree):
@@ -143,7 +154,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("name", AGENTS)
+@pytest.mark.parametrize("name", EVERY)
 def test_resume_is_bit_for_bit(name):
     agent = rljax.make_agent(dataclasses.replace(SMALL[name], **VARIANTS.get(name, {})), env_of(name))
     chunk = quick_jit(lambda state: jax.lax.scan(lambda s, _: agent.step(s), state, length=3)[0])
@@ -158,7 +169,7 @@ def test_resume_is_bit_for_bit(name):
     jax.tree.map(np.testing.assert_array_equal, plain(straight), plain(chunk(restored)))
 
 
-@pytest.mark.parametrize("name", AGENTS)
+@pytest.mark.parametrize("name", EVERY)
 def test_state_types_are_stable(name):
     """A state that changed its type would be compiled again, and could not be a scan's carry."""
     agent = rljax.make_agent(dataclasses.replace(SMALL[name], **VARIANTS.get(name, {})), env_of(name))
@@ -169,7 +180,7 @@ def test_state_types_are_stable(name):
         assert (a.shape, a.dtype, a.weak_type) == (b.shape, b.dtype, b.weak_type)
 
 
-@pytest.mark.parametrize("name", AGENTS)
+@pytest.mark.parametrize("name", EVERY)
 def test_every_step_draws_afresh_and_learns(name):
     agent = rljax.make_agent(SMALL[name], env_of(name))
     states, step = [quick_jit(agent.init)(jax.random.key(0))], quick_jit(agent.step)
@@ -181,7 +192,7 @@ def test_every_step_draws_afresh_and_learns(name):
         assert any(np.any(a != b) for a, b in leaves)
 
 
-@pytest.mark.parametrize("name", AGENTS)
+@pytest.mark.parametrize("name", EVERY)
 def test_traced_hyper_parameters_are_swept_by_vmap(name):
     """Every traced field at once; a lane equals its solo run up to rounding."""
     fields = [f.name for f in dataclasses.fields(SMALL[name]) if f.metadata["traced"]]
@@ -199,7 +210,7 @@ def test_traced_hyper_parameters_are_swept_by_vmap(name):
         np.testing.assert_allclose(many[1], one, atol=2e-3)
 
 
-@pytest.mark.parametrize("name", AGENTS)
+@pytest.mark.parametrize("name", EVERY)
 def test_actions_are_in_the_space(name):
     env = env_of(name)
     agent = rljax.make_agent(SMALL[name], env)
@@ -225,4 +236,6 @@ def test_a_space_that_an_agent_cannot_act_in_names_the_key():
     for name in ("sac", "td3"):
         with pytest.raises(ValueError, match="finite bounds"):
             rljax.make_agent(SMALL[name], Unbounded())
+    with pytest.raises(ValueError, match=r"algo\.name sft needs an environment of tokens"):
+        rljax.make_agent(SMALL["sft"], rljax.make_env("CartPole-v1"))
     assert isinstance(probes.MaskedBandit.action_space, Discrete)

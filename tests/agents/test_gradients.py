@@ -53,6 +53,7 @@ def exact_gradient(params):
     return np.asarray(jax.grad(objective)(flat))
 
 
+GROUPS = dict(num_groups=EPISODES // 8, group_size=8, num_steps=2, aggregate="sequence-sum", num_epochs=1, num_minibatches=1)
 SHARE = 7 / 8  # a group's mean holds the member's own return: (G - 1) / G of the gradient is left
 CASES = {
     "reinforce, no baseline": (reinforce.Config(**LARGE, num_envs=EPISODES, num_steps=2, baseline="none"), 1.0),
@@ -73,19 +74,8 @@ CASES = {
         ),
         0.5,  # the mean is over steps, two an episode
     ),
-    "grpo": (
-        grpo.Config(
-            **LARGE,
-            num_groups=EPISODES // 8,
-            group_size=8,
-            num_steps=2,
-            advantage_scale="none",
-            aggregate="sequence-sum",
-            num_epochs=1,
-            num_minibatches=1,
-        ),
-        SHARE,
-    ),
+    "grpo, unscaled": (grpo.Config(**LARGE, **GROUPS, advantage="unscaled"), SHARE),
+    "grpo, leave-one-out": (grpo.Config(**LARGE, **GROUPS, advantage="leave-one-out"), 1.0),
 }
 
 
@@ -97,7 +87,8 @@ def test_expected_gradient_is_the_exact_one(case):
     # Away from the symmetric start, where both actions are as likely.
     state = state.replace(params=jax.tree.map(lambda x: 3.0 * x + 0.1, state.params))
     exact = exact_gradient(state.params)
-    moments = [jax.jit(agent.step)(state.replace(key=jax.random.key(i)))[0].opt_state[1].mu for i in range(4)]
+    step = jax.jit(agent.step)
+    moments = [ravel_pytree(step(state.replace(key=jax.random.key(i)))[0].opt_state[1].mu)[0] for i in range(4)]
     estimates = -10.0 * np.stack(moments) / share
     error = np.linalg.norm(estimates.mean(0) - exact) / np.linalg.norm(exact)
     spread = np.linalg.norm(estimates - estimates.mean(0)) / np.linalg.norm(exact)

@@ -181,13 +181,13 @@ def test_the_leash_holds_the_policy():
             hidden=(8,),
             learning_rate=2e-2,
             kl_coef=kl_coef,
-            advantage_scale="none",
+            advantage="unscaled",
             num_epochs=1,
             num_minibatches=1,
         )
         agent = grpo.make(config, env)
         _, metrics = jax.lax.scan(lambda s, _: agent.step(s), agent.init(jax.random.key(0)), length=100)
-        return metrics["kl_reference"][0], metrics["kl_reference"][-1]
+        return metrics["kl_reference/k3"][0], metrics["kl_reference/k3"][-1]
 
     first, last = jax.jit(jax.vmap(reached))(jnp.array([0.3, 1.0, 10.0]))
     assert np.all(first == 0) and last[0] > last[1] > last[2] > 0

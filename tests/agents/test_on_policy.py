@@ -51,63 +51,90 @@ GROUPS, SIZE = 12, 2
 
 
 @functools.cache
-def played(num_steps):
-    """Numpy ``(trajectory, mask, metrics, metrics without the mask)``."""
+def player(num_steps):
     envs = group(Countdown(), GROUPS, SIZE)
     policy = actor_critic(Countdown.observation_space, Countdown.action_space, "mlp", (4,))
     example = jax.eval_shape(lambda: envs.reset(jax.random.key(0)))[1]
     params = jax.tree.map(lambda x: jnp.zeros(x.shape), jax.eval_shape(policy.init, jax.random.key(0), example))
 
-    @jit
     def play(key):
-        trajectory, mask = first_episodes(policy, envs, params, key, num_steps)
-        transitions = trajectory.transitions
-        return trajectory, mask, episode_metrics(transitions, mask), episode_metrics(transitions)
+        episodes = first_episodes(policy, envs, params, key, num_steps)
+        return episodes, episodes.metrics()
 
-    return jax.tree.map(np.asarray, play(jax.random.key(1)))
+    return play
+
+
+@functools.cache
+def played(num_steps):
+    """Numpy ``(episodes, metrics)``."""
+    return jax.tree.map(np.asarray, jit(player(num_steps))(jax.random.key(1)))
 
 
 @pytest.mark.parametrize("num_steps", [3, 9])
 def test_first_episodes_are_masked_after_their_end(num_steps):
-    trajectory, mask, *_ = played(num_steps)
-    first = trajectory.timesteps.observation[0]
+    episodes, _ = played(num_steps)
+    mask, first = episodes.mask, episodes.first.observation
     assert set(first[:, 0]) == {1, 2, 3, 4}
     np.testing.assert_array_equal(first[:, 1:], 0.0)  # from a fresh reset
     assert (mask.shape, mask.dtype) == ((num_steps, GROUPS * SIZE), bool)
     np.testing.assert_array_equal(mask, np.arange(num_steps)[:, None] < first[:, 0])  # those of length 4 are cut after 3 steps
     steps = np.broadcast_to(np.arange(1.0, num_steps + 1)[:, None], mask.shape)
-    np.testing.assert_array_equal(trajectory.transitions.reward[mask], steps[mask])
-    np.testing.assert_array_equal(trajectory.transitions.done.sum(0, where=mask), first[:, 0] <= num_steps)
+    np.testing.assert_array_equal(episodes.transitions.reward[mask], steps[mask])
+    np.testing.assert_array_equal(episodes.starts.observation[mask][:, 1], steps[mask] - 1)
+    lengths = np.minimum(first[:, 0], num_steps)
+    np.testing.assert_array_equal(episodes.last.sum(0), first[:, 0] <= num_steps)
+    np.testing.assert_array_equal(episodes.returns, lengths * (lengths + 1) / 2)
+
+
+def test_first_episodes_stop_when_all_have_ended_and_repeat_the_last_time_step():
+    episodes, _ = played(9)
+    for x in jax.tree.leaves(episodes.timesteps):
+        np.testing.assert_array_equal(x[5:], np.broadcast_to(x[4], x[5:].shape))
+    assert not episodes.mask[4:].any()
 
 
 def test_first_episodes_of_a_group_start_alike():
-    trajectory, *_ = played(9)
-    first = trajectory.timesteps.observation[0].reshape(GROUPS, SIZE, 3)
+    episodes, _ = played(9)
+    first = episodes.first.observation.reshape(GROUPS, SIZE, 3)
     np.testing.assert_array_equal(first[:, 0], first[:, 1])
-    members = np.moveaxis(trajectory.transitions.next_observation.reshape(9, GROUPS, SIZE, 3), 2, 0)
+    members = np.moveaxis(episodes.transitions.observation.reshape(9, GROUPS, SIZE, 3), 2, 0)
     assert np.all(members[0, ..., 2] != members[1, ..., 2])  # and go their own ways
-    assert np.any(trajectory.samples.reshape(9, GROUPS, SIZE)[..., 0] != trajectory.samples.reshape(9, GROUPS, SIZE)[..., 1])
+    samples = episodes.samples.reshape(9, GROUPS, SIZE)
+    assert np.any(samples[..., 0] != samples[..., 1])
 
 
 @pytest.mark.parametrize("num_steps", [3, 9])
 def test_metrics_of_first_episodes_count_each_environment_once(num_steps):
-    trajectory, _, metrics, unmasked = played(num_steps)
-    lengths = trajectory.timesteps.observation[0, :, 0]
-    lengths = lengths[lengths <= num_steps]  # those that came to their end
+    episodes, metrics = played(num_steps)
+    all_lengths = episodes.first.observation[:, 0]
+    lengths = all_lengths[all_lengths <= num_steps]  # those that came to their end
     returns = lengths * (lengths + 1) / 2
     expected = {"return": returns, "return_square": returns**2, "length": lengths, "truncated": lengths % 2 == 0}
-    assert metrics.keys() == {f"episode/{name}" for name in expected}
+    assert metrics.keys() == {*(f"episode/{name}" for name in expected), "unfinished"}
     for name, values in expected.items():
         assert metrics[f"episode/{name}"] == (values.sum(), len(lengths))
-    assert unmasked["episode/return"][1] == trajectory.transitions.done.sum() > len(lengths)
+    assert metrics["unfinished"] == pytest.approx(np.mean(all_lengths > num_steps))
+
+
+def test_lanes_of_first_episodes_equal_single_ones():
+    """Lanes play until the last of them has ended; what a lane does meanwhile shows nowhere."""
+    keys = jax.random.split(jax.random.key(3), 3)
+    many, metrics = jit(jax.vmap(player(9)))(keys)
+    play = jit(player(9))
+    for i, key in enumerate(keys):
+        one, own = play(key)
+        for a, b in zip(jax.tree.leaves(metrics), jax.tree.leaves(own), strict=True):
+            np.testing.assert_allclose(a[i], b, rtol=1e-6)
+        np.testing.assert_array_equal(many.mask[i], one.mask)
+        np.testing.assert_array_equal(many.samples[i][one.mask], one.samples[one.mask])
+        np.testing.assert_array_equal(many.timesteps.observation[i, :-1][one.mask], one.timesteps.observation[:-1][one.mask])
 
 
 def test_episode_metrics_by_hand():
     # Three steps of two environments: an episode of return 5 terminates, one of 3 is cut, and a state both ends and is cut.
     no = np.zeros((3, 2), bool)
-    terminated, truncated, mask = no.copy(), no.copy(), ~no
+    terminated, truncated = no.copy(), no.copy()
     terminated[1, 0] = truncated[0, 1] = terminated[2, 1] = truncated[2, 1] = True
-    mask[2] = False
     info = {
         "episode_return": jnp.array([[2.0, 3.0], [5.0, 1.0], [9.0, 4.0]]),
         "episode_length": jnp.array([[1, 1], [2, 1], [1, 2]]),
@@ -116,7 +143,5 @@ def test_episode_metrics_by_hand():
     names = ["episode/return", "episode/return_square", "episode/length", "episode/truncated"]
     metrics = episode_metrics(steps)
     assert [tuple(map(float, metrics[name])) for name in names] == [(12, 3), (50, 3), (5, 3), (1, 3)]
-    metrics = episode_metrics(steps, jnp.asarray(mask))
-    assert [tuple(map(float, metrics[name])) for name in names] == [(8, 2), (34, 2), (3, 2), (1, 2)]
-    metrics = episode_metrics(steps, jnp.asarray(no))
+    metrics = episode_metrics(steps.replace(terminated=no, truncated=no))
     assert [tuple(map(float, metrics[name])) for name in names] == [(0, 0)] * 4

@@ -111,17 +111,17 @@ def test_a_finished_run_is_not_run_again(finished):
 
 def test_one_program_is_traced_once(tmp_path):
     program = lanes.build(tiny(tmp_path))
-    states = program.init(program.lanes)
+    states = program.init(program.lanes, program.data)
     for _ in range(3):
-        states, _, _ = program.chunk(program.lanes, states)
-        program.evaluate(program.lanes, states)
+        states, _, _ = program.chunk(program.lanes, states, program.data)
+        program.evaluate(program.lanes, states, program.data)
     assert program.traces == {"init": 1, "chunk": 1, "evaluate": 1}
 
 
 def test_lanes_are_padded_and_sharded(tmp_path):
     program = lanes.build(tiny(tmp_path))
     assert program.mesh.size == 2
-    states = program.init(program.lanes)
+    states = program.init(program.lanes, program.data)
     assert states.updates.shape == (4,)
     assert program.unpad(states).updates.shape == (3,)
 
@@ -336,13 +336,15 @@ def test_checkpoints_do_not_depend_on_the_number_of_devices(tmp_path, finished):
     _, states = load_states(finished.path)
     padded = program.pad(states)
     assert padded.updates.shape == (3,)
-    evaluation = program.evaluate(program.lanes, padded)
+    evaluation = program.evaluate(program.lanes, padded, program.data)
     np.testing.assert_allclose(np.mean(evaluation.returns, 1), finished.eval_returns[:, -1], rtol=0.2)
 
 
 def test_time_and_memory_of_a_chunk_do_not_depend_on_the_length_of_the_run(tmp_path):
     def size(total_steps):
         program = lanes.build(dataclasses.replace(tiny(tmp_path), total_steps=total_steps, evals=total_steps // 320))
-        return program.updates_per_chunk, [x.shape for x in jax.tree.leaves(jax.eval_shape(program.init, program.lanes))]
+        return program.updates_per_chunk, [
+            x.shape for x in jax.tree.leaves(jax.eval_shape(program.init, program.lanes, program.data))
+        ]
 
     assert size(640) == size(640_000)

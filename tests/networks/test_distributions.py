@@ -9,7 +9,7 @@ import scipy.integrate
 import scipy.special
 import scipy.stats
 
-from rljax.networks import Categorical, EpsilonGreedy, Gaussian, MultiCategorical, TanhGaussian
+from rljax.networks import Categorical, EpsilonGreedy, Gaussian, MultiCategorical, TanhGaussian, TokenCategorical
 from rljax.networks.distributions import mask_logits, pick
 
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})  # compiling is all that costs here
@@ -357,3 +357,92 @@ def test_tanh_gaussian_samples_follow_its_distribution_function():
     distribution = tanh_gaussian(np.array(0.7), 0.8)
     actions = np.float64(to_action(distribution, draw(distribution, 20_000)))[:, 0]
     assert scipy.stats.kstest(actions, lambda a: scipy.stats.norm.cdf(pre_tanh(a), 0.7, 0.8)).pvalue > 1e-3
+
+
+# TokenCategorical
+
+ROWS, WIDTH, V = (3, 4), 5, 7
+RNG = np.random.default_rng(4)
+HIDDEN = RNG.normal(size=(*ROWS, WIDTH)).astype(np.float32)
+HEAD = RNG.normal(size=(V, WIDTH)).astype(np.float32)
+CHOSEN = RNG.integers(0, V, ROWS)
+LEGAL = (RNG.random((*ROWS, V)) < 0.5) | (np.arange(V) == CHOSEN[..., None])
+TOKEN_LOGITS = (HIDDEN @ HEAD.T) / 0.7
+
+
+def tokens(mask=None, top_k=0, top_p=1.0, min_p=0.0, chunk=0, dtype="float32", hidden=HIDDEN, temperature=0.7):
+    mask = None if mask is None else jnp.asarray(mask)
+    return TokenCategorical(jnp.asarray(hidden), jnp.asarray(HEAD), mask, temperature, top_p, min_p, top_k, chunk, dtype)
+
+
+@pytest.mark.parametrize("mask", [None, LEGAL], ids=["all", "masked"])
+def test_tokens_are_a_categorical_at_the_temperature(mask):
+    plain = Categorical(mask_logits(jnp.asarray(TOKEN_LOGITS), mask))
+    distribution = tokens(mask, top_k=2, top_p=0.5, min_p=0.1)  # which cut the sampling alone
+    np.testing.assert_allclose(distribution.logits, plain.logits, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(log_prob(distribution, CHOSEN), log_prob(plain, CHOSEN), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(entropy(distribution), entropy(plain), rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(distribution.mode(), plain.mode())
+    np.testing.assert_allclose(
+        tokens(mask, dtype="bfloat16").logits[LEGAL], plain.logits[LEGAL], atol=0.05 * np.abs(TOKEN_LOGITS).max()
+    )
+
+
+def of_both(hidden, head, mask, chunk):
+    distribution = tokens(mask, chunk=chunk, hidden=hidden).replace(head=head)
+    both = distribution.log_prob_and_entropy(jnp.asarray(CHOSEN))
+    return (jnp.stack(both) * np.random.default_rng(5).normal(size=(2, *ROWS))).sum(), both
+
+
+of_both_and_gradients = jit(jax.value_and_grad(of_both, (0, 1), has_aux=True), static_argnums=3)
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 6, 12])
+@pytest.mark.parametrize("mask", [None, LEGAL], ids=["all", "masked"])
+def test_chunks_of_tokens_are_the_whole(chunk, mask):
+    whole, parts = (jax.tree.leaves(of_both_and_gradients(HIDDEN, HEAD, mask, c)) for c in (0, chunk))
+    for a, b in zip(whole, parts, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [0, 5])
+def test_the_only_legal_token_has_no_log_prob_no_entropy_and_no_gradient(chunk):
+    for scale in (1.0, 1e4):
+        mask = np.arange(V) == CHOSEN[..., None]
+        result = of_both_and_gradients(scale * HIDDEN, HEAD, mask, chunk)
+        for x in jax.tree.leaves(result):
+            np.testing.assert_array_equal(x, 0.0)
+
+
+@pytest.mark.parametrize(
+    "cut", [dict(top_k=3), dict(top_p=0.6), dict(min_p=0.2), dict(top_k=4, top_p=0.8, min_p=0.05), dict()], ids=str
+)
+def test_behaviour_log_prob_is_that_of_what_is_sampled(cut):
+    distribution = tokens(LEGAL, **cut)
+    every = jnp.broadcast_to(jnp.arange(V)[:, None, None], (V, *ROWS))
+    probabilities = np.exp(np.float64(jit(lambda d, x: jax.vmap(d.behaviour_log_prob)(x))(distribution, every)))
+    np.testing.assert_allclose(probabilities.sum(0), 1.0, rtol=1e-5)
+    whole = np.exp(np.asarray(jit(lambda d, x: jax.vmap(d.log_prob)(x))(distribution, every)))
+    kept = probabilities > 0
+    assert not kept[~np.moveaxis(LEGAL, -1, 0)].any()
+    np.testing.assert_allclose(probabilities, np.where(kept, whole, 0) / np.where(kept, whole, 0).sum(0), rtol=1e-4)
+    if cut:
+        assert kept.sum() < LEGAL.sum()
+    draws = np.asarray(jit(jax.vmap(lambda key: distribution.sample(key)))(jax.random.split(jax.random.key(0), 4000)))
+    for row in np.ndindex(ROWS):
+        counts, expected = np.bincount(draws[:, *row], minlength=V), 4000 * probabilities[:, *row]
+        assert counts[expected == 0].sum() == 0
+        if (expected > 0).sum() > 1:
+            likely = expected > 0
+            total = expected[likely].sum()
+            assert scipy.stats.chisquare(counts[likely], expected[likely] * 4000 / total).pvalue > 1e-4
+
+
+def test_what_a_row_samples_does_not_depend_on_the_others():
+    sample = jit(lambda distribution, key: distribution.sample(key))
+    rows = np.tile(HIDDEN.reshape(-1, WIDTH), (3, 1))
+    for i in range(4):
+        many = sample(tokens(hidden=rows), jax.random.key(i))
+        few = sample(tokens(hidden=rows[:5]), jax.random.key(i))
+        np.testing.assert_array_equal(many[:5], few)
+    assert len(set(np.asarray(sample(tokens(hidden=np.zeros((64, WIDTH), np.float32)), jax.random.key(0))).tolist())) > 4
