@@ -296,7 +296,9 @@ def _list(arguments: argparse.Namespace) -> int:
         for name in env_names():
             # brax takes seconds a model, so its sizes are left out
             line = "brax, continuous actions in [-1, 1], backends generalized spring positional mjx"
-            if not name.startswith("brax/"):
+            if name == "text":
+                line = "prompts of a file, answers graded on the host"
+            elif not name.startswith("brax/"):
                 env = make_env(name)
                 line = f"observations {_space(env.observation_space)}, actions {_space(env.action_space)}"
             print(f"  {name:<31}{line}")

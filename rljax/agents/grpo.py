@@ -329,5 +329,16 @@ def _check(config: Config) -> None:
             'algo.kl_estimator "k1" in the loss has a gradient of zero on average, so it holds nothing; use "k2" or "k3", '
             'or algo.kl_in = "reward"'
         )
-    if config.kl_target is not None and config.kl_coef is None:
-        raise ValueError("algo.kl_target steers algo.kl_coef: set that too, to where it starts")
+    if config.kl_target is not None:
+        episodes = config.num_groups * config.group_size
+        if config.kl_coef is None or _is(config.kl_coef, lambda x: x == 0):
+            raise ValueError("algo.kl_target steers algo.kl_coef: set that too, above 0, to where it starts")
+        if _is(config.kl_horizon, lambda x: 5 * x <= episodes):
+            raise ValueError(
+                f"algo.kl_horizon must be above a fifth of the {episodes} episodes of an update, got {config.kl_horizon}"
+            )
+
+
+def _is(value: Any, test: Any) -> bool:
+    """Whether a number, not a traced one, passes a test."""
+    return isinstance(value, int | float) and bool(test(value))

@@ -144,16 +144,19 @@ class Episodes(struct.PyTreeNode):
         return jnp.where(self.mask, self.transitions.reward, 0.0).sum(0)
 
     def metrics(self) -> dict[str, Any]:
-        """``(sum, count)`` pairs over the episodes that ended, each counted once, and the share that did not."""
-        ended = self.last.any(0)
+        """``(sum, count)`` pairs over the episodes that ended, each counted once, and the share that did not.
+
+        An episode whose reward could not be had (``info["valid"]``) counts as little as one that did not end.
+        """
+        ended, transitions = self.last.any(0), self.transitions
+        counts = ended & ~(self.last & ~transitions.info["valid"]).any(0) if "valid" in transitions.info else ended
 
         def over_ended(x: Array) -> tuple[Array, Array]:
-            return jnp.where(ended, x.astype(jnp.float32), 0.0).sum(), ended.sum()
+            return jnp.where(counts, x.astype(jnp.float32), 0.0).sum(), counts.sum()
 
         def at_last(x: Array) -> Array:
             return jnp.where(self.last, x.astype(jnp.float32), 0.0).sum(0)
 
-        transitions = self.transitions
         components = {name: at_last(x) for name, x in transitions.info.items() if name.startswith("reward/")}
         return {
             "episode/return": over_ended(self.returns),

@@ -65,8 +65,12 @@ class Checkpoints:
         """States with the structure of ``like`` (arrays or ShapeDtypeStructs).
 
         Raises:
-          InputError: the checkpoint cannot be read, or is of another structure.
+          InputError: the checkpoint is gone, cannot be read, or is of another structure.
         """
+        if chunk not in self.steps():
+            raise InputError(
+                f"checkpoint {chunk} is gone: a run keeps its last {KEEP}, here {', '.join(map(str, self.steps())) or 'none'}"
+            )
         plain = jax.eval_shape(_without_keys, like)
         template = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), plain)
         try:

@@ -25,6 +25,7 @@ from rljax.experiment.statistics import bootstrap_interval, iqm
 
 EVALUATION, TRAINING = "eval/return", "episode/return"
 ENOUGH_SEEDS = 5
+TRANSCRIPT_LINES = 12  # of each of three steps: an early, a middle and the last
 BAND_RESAMPLES = 2_000
 # Okabe and Ito's colours, told apart by readers with any colour vision; their yellow is too faint on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -551,6 +552,14 @@ def _samples(run: Run) -> str:
         elif file.suffix == ".txt":
             text = escape(file.read_text(encoding="utf-8", errors="replace"))
             parts.append(f"<figcaption>{escape(name)}</figcaption><pre>{text}</pre>")
+    files = sorted((run.path / "samples").glob("step-*.jsonl"))
+    for file in [files[i] for i in sorted({0, len(files) // 2, len(files) - 1})] if files else []:
+        head, *episodes = (json.loads(line) for line in file.read_text(encoding="utf-8").splitlines())
+        lines = []
+        for row in episodes[:TRANSCRIPT_LINES]:
+            reward = "invalid" if row["reward"] is None else f"{row['reward']:.2f}"
+            lines.append(f"seed {row['seed']:>3}  reward {reward:>7}  {row['prompt']!r} -> {row['completion']!r}")
+        parts.append(f"<figcaption>step {head['step']:,}</figcaption><pre>{escape(chr(10).join(lines))}</pre>")
     return "".join(parts)
 
 

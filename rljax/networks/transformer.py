@@ -325,14 +325,15 @@ def transformer(
         """``q [B, T, heads, size]`` over the prompt's memory ``[P, kv_heads, S, size]`` and what was said, ``k, v [B, kv_heads,
         U, size]`` of which ``seen [T, U]``; ``[B, T, heads, size]``."""
         batch, length = q.shape[:2]
-        shared = q.reshape(-1, group_size, length, model.groups, model.heads // model.groups, model.size)
+        prompts = batch // group_size
+        shared = q.reshape(prompts, group_size, length, model.groups, model.heads // model.groups, model.size)
         own = q.reshape(batch, length, model.groups, -1, model.size)
         scale = model.size**-0.5
         of_prompt = _dot(model, "pbtgrd,pgsd->pbgrts", shared, prompt_memory[0]) * scale
         of_prompt = jnp.where(is_real[:, None, None, None, None], of_prompt, -jnp.inf).reshape(batch, *of_prompt.shape[2:])
         of_said = jnp.where(seen, _dot(model, "btgrd,bgud->bgrtu", own, k) * scale, -jnp.inf)
         on_prompt, on_said = _softmax([of_prompt, of_said])
-        on_prompt = on_prompt.reshape(-1, group_size, *on_prompt.shape[1:])
+        on_prompt = on_prompt.reshape(prompts, group_size, *on_prompt.shape[1:])
         mixed = _dot(model, "pbgrts,pgsd->pbtgrd", on_prompt, prompt_memory[1]).reshape(own.shape)
         return mixed + _dot(model, "bgrtu,bgud->btgrd", on_said, v)
 
