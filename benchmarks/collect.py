@@ -130,8 +130,9 @@ def write_page() -> None:
         lines.append(
             f"- `experiments/{run['name']}.toml --seeds {' '.join(map(str, run['config']['seeds']))}`, config hash "
             f"`{run['config_hash']}`: {episodes} evaluation episodes a seed, "
-            f"{run['wall_seconds']:.0f} s wall of which {run['compile_seconds']:.0f} s compiling, on {len(run['devices'])} host "
-            f"devices ({run['platform']}); Python {v['python']}, jax {v['jax']}, {run['finished'][:10]}. "
+            f"{run['wall_seconds']:.0f} s wall of which {run['compile_seconds']:.0f} s compiling, on "
+            f"{counted(len(run['devices']), 'host device')} ({run['platform']}); "
+            f"Python {v['python']}, jax {v['jax']}, {run['finished'][:10]}. "
             f"Per-seed data: `benchmarks/results/{run['name']}.json`."
         )
     lines += brax_own() + speed()
