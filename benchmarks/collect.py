@@ -57,7 +57,7 @@ TARGETS = {
     "c51_cartpole": ("500 within 50k", "as for DQN"),
     "pqn_cartpole": ("500", "the most that 500 steps pay"),
     "pqn_breakout": (">= 25 within 10M", "28, gymnax README, PPO at 10M"),
-    "dqn_breakout": ("", ""),
+    "dqn_breakout": ("clearly climbing", "28, gymnax README, PPO at 10M"),
     "reinforce_cartpole": ("500", "the most that 500 steps pay"),
     "grpo_cartpole": ("500", "the most that 500 steps pay"),
     "sac_pendulum": (">= -157 within 20k", "-157, rl-baselines3-zoo, SAC at 20k"),
