@@ -43,6 +43,8 @@ TARGETS = {
     "ppo_inverted_pendulum": ("1000", "the most that 1,000 steps pay"),
     "ppo_ant": ("clearly climbing", "brax's own PPO at equal settings, below"),
     "ppo_mountain_car": (">= -110 within 1M", "-110, rl-baselines3-zoo, PPO at 1M"),
+    "ppo_mountain_car_continuous": (">= 92", "92, gymnax README"),
+    "ppo_inverted_double_pendulum": ("9360", "the most that 1,000 steps pay"),
     "ppo_fast": ("> 135 within 2^15", "brax's own tests, PPO"),
     "sac_fast": ("> 139.3 within 2^15", "brax's own tests, SAC"),
     "ppo_memory_chain": ("1", "the most that an episode pays"),
@@ -55,7 +57,7 @@ TARGETS = {
     "c51_cartpole": ("500 within 50k", "as for DQN"),
     "pqn_cartpole": ("500", "the most that 500 steps pay"),
     "pqn_breakout": (">= 25 within 10M", "28, gymnax README, PPO at 10M"),
-    "dqn_breakout": ("", ""),
+    "dqn_breakout": ("clearly climbing", "28, gymnax README, PPO at 10M"),
     "reinforce_cartpole": ("500", "the most that 500 steps pay"),
     "grpo_cartpole": ("500", "the most that 500 steps pay"),
     "sac_pendulum": (">= -157 within 20k", "-157, rl-baselines3-zoo, SAC at 20k"),
@@ -128,8 +130,9 @@ def write_page() -> None:
         lines.append(
             f"- `experiments/{run['name']}.toml --seeds {' '.join(map(str, run['config']['seeds']))}`, config hash "
             f"`{run['config_hash']}`: {episodes} evaluation episodes a seed, "
-            f"{run['wall_seconds']:.0f} s wall of which {run['compile_seconds']:.0f} s compiling, on {len(run['devices'])} host "
-            f"devices ({run['platform']}); Python {v['python']}, jax {v['jax']}, {run['finished'][:10]}. "
+            f"{run['wall_seconds']:.0f} s wall of which {run['compile_seconds']:.0f} s compiling, on "
+            f"{counted(len(run['devices']), 'host device')} ({run['platform']}); "
+            f"Python {v['python']}, jax {v['jax']}, {run['finished'][:10]}. "
             f"Per-seed data: `benchmarks/results/{run['name']}.json`."
         )
     lines += brax_own() + speed()
