@@ -60,6 +60,9 @@ TARGETS = {
     "dqn_breakout": ("clearly climbing", "28, gymnax README, PPO at 10M"),
     "reinforce_cartpole": ("500", "the most that 500 steps pay"),
     "grpo_cartpole": ("500", "the most that 500 steps pay"),
+    "grpo_addition": (">= 0.95", "the share of right answers, from a warm start"),
+    "grpo_addition_cold": ("0", "nothing to learn from: no answer is ever right"),
+    "grpo_multiplication": ("1", "the share of right answers, with a calculator"),
     "sac_pendulum": (">= -157 within 20k", "-157, rl-baselines3-zoo, SAC at 20k"),
     "td3_pendulum": (">= -152 within 20k", "-152, rl-baselines3-zoo, TD3 at 20k"),
 }
@@ -177,7 +180,33 @@ def speed() -> list[str]:
             lines += ["", f"### {algo.upper()}", "", text]
             for name, case in json.loads(path.read_text()).items():
                 lines += speed_case(name, case)
-    return ["", "## Speed", "", SPEED, *lines, *cost_of_seeds()] if lines else []
+    return ["", "## Speed", "", SPEED, *lines, *speed_of_grpo(), *cost_of_seeds()] if lines else []
+
+
+def speed_of_grpo() -> list[str]:
+    """The table of benchmarks/speed/grpo.py."""
+    path = HERE / "speed_grpo.json"
+    if not path.exists():
+        return []
+    lines = [
+        "",
+        "### GRPO of a language model",
+        "",
+        "One step, sampling and update, of one small Llama: equal models, prompts, groups of 8 and completion lengths, float32,",
+        "one gradient step a batch, no reference (`benchmarks/speed/grpo.py`). Least and median time of a step over the rounds;",
+        "the ratio is that of the least. A contender of several seeds trains them in one program.",
+        "",
+        "| case | contender | least | median | times rljax | compile | versions |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, case in json.loads(path.read_text()).items():
+        for contender, data in case["contenders"].items():
+            s, versions = data["summary"], ", ".join(f"{package} {version}" for package, version in data["versions"].items())
+            lines.append(
+                f"| {name} | {contender} | {1e3 * s['least']:.1f} ms | {1e3 * s['median']:.1f} ms | {s['ratio']:.2f} "
+                f"| {data['compile_seconds']:.1f} s | {versions} |"
+            )
+    return lines
 
 
 def cost_of_seeds() -> list[str]:
