@@ -34,9 +34,6 @@ class QLearningConfig:
     max_grad_norm: float = traced(10.0, "bound on the gradient's global norm", above=0)
     adam_eps: float = traced(1e-8, "Adam's epsilon", above=0)
     anneal_steps: float | None = traced(None, "environment steps that schedules refer to; none: the run's total_steps", above=0)
-    learning_rate_schedule: str = static(
-        "constant", "of the learning rate; linear: to 0 over anneal_steps", choices=("constant", "linear")
-    )
     double: bool = static(True, "the online network chooses the next action, the target network values it")
     duelling: bool = static(False, "network of a state value and advantages")
     n_step: int = static(1, "rewards before the bootstrap", low=1)
@@ -125,9 +122,6 @@ def q_learning(
         key, loop_key = jax.random.split(state.key)
         progress = (init_steps + state.updates * float(env_steps)) / anneal_steps
         epsilon = schedules.linear(progress, config.epsilon_start, config.epsilon_end, config.exploration_fraction)
-        learning_rate = jnp.asarray(config.learning_rate, jnp.float32)
-        if config.learning_rate_schedule == "linear":
-            learning_rate = schedules.linear(progress, learning_rate, 0.0, 1.0)
         importance_exponent = schedules.linear(progress, config.importance_exponent, 1.0, 1.0)
         params, unravel = ravel_pytree(state.params)
 
@@ -153,7 +147,7 @@ def q_learning(
                 weights = replay.importance_weights(batch, buffer, importance_exponent)
             gradient, (error, q) = gradient_of(params, unravel(target_params), batch, weights)
             direction, opt_state = optimizer.update(gradient, opt_state)
-            params = params - learning_rate * jnp.asarray(direction)
+            params = params - config.learning_rate * jnp.asarray(direction)
             count = count + 1
             target_params = update_target(target_params, params, count, config.target_tau, config.target_every)
             buffer = replay.prioritize(buffer, batch.index, jnp.abs(error) + 1e-6, config.priority_exponent)
@@ -169,7 +163,7 @@ def q_learning(
         loop = Loop(learner, state.world, state.buffer)
         loop, metrics = act_and_learn(envs, loop, loop_key, config.num_steps, config.n_step, noise, behave, learn)
         params, target_params, opt_state, _ = loop.learner
-        metrics.update(epsilon=epsilon, learning_rate=learning_rate)
+        metrics["epsilon"] = epsilon
         state = TrainState(unravel(params), unravel(target_params), opt_state, key, state.updates + 1, loop.world, loop.buffer)
         return state, metrics
 

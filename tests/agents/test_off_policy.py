@@ -37,19 +37,6 @@ def test_hard_target_updates_are_counted_in_gradient_steps():
         assert equal == (call * 24 % 16 == 0)
 
 
-def test_a_linear_learning_rate_ends_at_zero():
-    config = dqn.Config(**SMALL, anneal_steps=32.0 + 4 * 32.0, learning_rate=1e-3, learning_rate_schedule="linear")
-    agent = dqn.make(config, rljax.make_env("CartPole-v1"))
-    step = jax.jit(agent.step)
-    states, rates = [agent.init(jax.random.key(0))], []
-    for _ in range(5):
-        state, metrics = step(states[-1])
-        states.append(state)
-        rates.append(float(metrics["learning_rate"]))
-    np.testing.assert_allclose(rates, 1e-3 * np.array([0.8, 0.6, 0.4, 0.2, 0]), atol=1e-9)  # `init` took the first fifth
-    jax.tree.map(np.testing.assert_array_equal, states[4].params, states[5].params)
-
-
 def batch_of(returns, bootstrap, mask=None):
     zeros = jnp.zeros(len(returns))
     nothing = replay.Transition(zeros, None, zeros.astype(int), zeros, zeros > 0, zeros > 0, zeros, None)
