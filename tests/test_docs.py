@@ -218,7 +218,9 @@ def test_page_of_an_algorithm_names_every_metric(name):
     options = dict(OPTIONAL_METRICS.get(name, {}))
     if "anneal_steps" in {field.name for field in dataclasses.fields(config_class)}:
         options["anneal_steps"] = 1e6
-    agent = agents.make_agent(config_class(**options), make_env({"td3": "Pendulum-v1", "sft": "tokens/addition"}.get(name, "CartPole-v1")))
+    agent = agents.make_agent(
+        config_class(**options), make_env({"td3": "Pendulum-v1", "sft": "tokens/addition"}.get(name, "CartPole-v1"))
+    )
     _, metrics = jax.eval_shape(agent.step, jax.eval_shape(agent.init, jax.random.key(0)))
     assert_named(metrics, name)
 

@@ -17,6 +17,7 @@ from rljax.agents.on_policy import acting
 from rljax.envs import Environment, Tokens
 from rljax.networks import Transformer, transformer
 from rljax.networks.distributions import log_prob_and_entropy
+from rljax.networks.transformer import forward, read_out
 from rljax.ops import losses
 from rljax.options import config, static, traced
 
@@ -28,7 +29,8 @@ class Config:
     weight_decay: float = traced(0.0, "decoupled, of all parameters (AdamW)", low=0)
     adam_eps: float = traced(1e-8, "Adam's epsilon", above=0)
     aggregate: str = static("token", "how steps become one loss", choices=("token", "sequence"))
-    batch_size: int = static(64, "demonstrations of a gradient step, B", low=1)
+    batch_size: int = static(64, "demonstrations of a gradient step, B; of packed rows, rows", low=1)
+    pack: int = static(0, "tokens of a row that holds several examples of a file; 0: each has a row of its own", low=0)
     model: Transformer = static(Transformer(), "the transformer of [model]")
 
 
@@ -56,6 +58,10 @@ def make(config: Config, env: Environment) -> Agent:
     space = env.observation_space
     if demonstration is None or not isinstance(space, Tokens):
         raise ValueError("algo.name sft needs an environment of tokens that has demonstrations, such as tokens/addition")
+    task: Any = getattr(env, "task", None)
+    if config.pack and not hasattr(task, "packed"):
+        raise ValueError("algo.pack packs the examples of a file; the environment makes its own: leave algo.pack at 0")
+    packed = task.packed(config.pack) if config.pack else None
     policy = transformer(config.model, space)
     optimizer = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.scale_by_adam(eps=config.adam_eps))
 
@@ -65,29 +71,41 @@ def make(config: Config, env: Environment) -> Agent:
             params = policy.init(params_key, jax.vmap(env.reset)(key[None])[1])
         return TrainState(params, optimizer.init(params), key)
 
-    def loss(trained: Any, timesteps: Any, actions: Array, mask: Array, data: Any) -> tuple[Array, dict[str, Any]]:
-        params = whole(trained, data)
-        first, starts = jax.tree.map(lambda x: x[0], timesteps), jax.tree.map(lambda x: x[:-1], timesteps)
-        distribution = policy.unroll(params, policy.start(params, first), starts).distribution
-        log_prob, entropy = log_prob_and_entropy(distribution, actions)
+    def demonstrations(key: Array) -> tuple[Any, Array, Array]:
+        """``(what is needed to predict them, words, mask)``, the last two ``[T, B]``."""
+        if packed is None:
+            batch = jax.vmap(demonstration)(jax.random.split(key, config.batch_size))
+            return jax.tree.map(lambda x: x.swapaxes(0, 1), batch)
+        rows = jax.random.randint(key, (config.batch_size,), 0, packed.tokens.shape[0])
+        tokens, segments, mask = (jnp.asarray(x)[rows] for x in packed)
+        return (tokens, segments), tokens[:, 1:].T, mask[:, 1:].T
+
+    def predict(params: Any, given: Any) -> Any:
+        """The distributions of the words, ``[T, B]``."""
+        if packed is None:
+            first, starts = jax.tree.map(lambda x: x[0], given), jax.tree.map(lambda x: x[:-1], given)
+            return policy.unroll(params, policy.start(params, first), starts).distribution
+        hidden = forward(config.model, params, *given)[:, :-1]
+        return read_out(config.model, params, hidden.swapaxes(0, 1), space.n)
+
+    def loss(trained: Any, given: Any, words: Array, mask: Array, data: Any) -> tuple[Array, dict[str, Any]]:
+        log_prob, entropy = log_prob_and_entropy(predict(whole(trained, data), given), jnp.maximum(words, 0))
         log_prob = jnp.where(mask, log_prob, 0.0)
         nll = losses.masked_mean(-log_prob, mask, config.aggregate)  # type: ignore[arg-type]
-        is_likely = (log_prob > jnp.log(0.5)) | ~mask
         metrics = {
             "loss/nll": nll,
             "entropy": losses.masked_mean(entropy, mask),
-            "sure": jnp.all(is_likely, 0).mean(),
+            "sure": losses.masked_mean((log_prob > jnp.log(0.5)).astype(jnp.float32), mask),
             "length": mask.sum(0).mean(),
         }
         return nll, metrics
 
     def step(state: TrainState, data: Any = None) -> tuple[TrainState, dict[str, Any]]:
         key, batch_key = jax.random.split(state.key)
-        demonstrations = jax.vmap(demonstration)(jax.random.split(batch_key, config.batch_size))
-        timesteps, actions, mask = jax.tree.map(lambda x: x.swapaxes(0, 1), demonstrations)
-        gradient, metrics = jax.grad(loss, has_aux=True)(state.params, timesteps, actions, mask, data)
+        gradient, metrics = jax.grad(loss, has_aux=True)(state.params, *demonstrations(batch_key), data)
         direction, opt_state = optimizer.update(gradient, state.opt_state)
         params = jax.tree.map(lambda p, d: p - config.learning_rate * (d + config.weight_decay * p), state.params, direction)
         return TrainState(params, opt_state, key), {**metrics, "grad_norm": optax.tree.norm(gradient)}
 
-    return Agent(init, step, *acting(policy), env_steps=config.batch_size * (space.length - space.prompt), policy=policy)
+    tokens = config.pack or space.length - space.prompt
+    return Agent(init, step, *acting(policy), env_steps=config.batch_size * tokens, policy=policy)

@@ -21,6 +21,7 @@ from jax import Array
 
 from rljax.envs.tokens import Problem, TokenEnvironment
 from rljax.lm import automata, fetch, graders
+from rljax.lm.packing import Packed, pack
 from rljax.lm.tokenizer import Tokenizer
 
 
@@ -54,7 +55,12 @@ class TextTask:
             answer = [*tokenizer.encode(str(row.get("answer", "")), bos=False), tokenizer.eos_ids[0]][:max_tokens]
             answers[i, : len(answer)] = answer
         self._prompts, self._answers = padded, answers
+        self._examples = [(ids, [int(t) for t in answer if t >= 0]) for ids, answer in zip(prompts, answers, strict=True)]
         self._reward = graders.host_reward(grader, self._item)
+
+    def packed(self, length: int) -> Packed:
+        """All rows with their answers, packed for fine-tuning."""
+        return pack(self._examples, length)
 
     def prompt_text(self, row: Mapping[str, Any], system: str = "") -> str:
         """What the model reads."""

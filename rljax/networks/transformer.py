@@ -224,21 +224,29 @@ def _softmax(scores: list[Array]) -> list[Array]:
     return [e / total for e in exps]
 
 
-def forward(model: Transformer, params: dict[str, Any], tokens: Array) -> Array:
+def forward(model: Transformer, params: dict[str, Any], tokens: Array, segments: Array | None = None) -> Array:
     """Hidden states ``[B, S, width]`` after the last norm, of ``tokens`` int32 ``[B, S]`` padded anywhere with -1.
 
-    Positions count real tokens only, and padding is attended to by none.
+    Positions count real tokens only, and padding is attended to by none. With ``segments`` int32 ``[B, S]``, which do not
+    decrease along a row, every segment is a text of its own: it starts at position 0 and sees no other.
     """
     is_real = tokens >= 0
-    positions = jnp.maximum(jnp.cumsum(is_real, -1) - 1, 0)
-    return _norm(model, params["norm"], _prefill(model, params, tokens, positions, is_real)[0])
+    segments = jnp.zeros_like(tokens) if segments is None else segments
+    before = jnp.cumsum(is_real, -1) - is_real  # real tokens to the left
+    is_new = jnp.concatenate([jnp.ones_like(is_real[:, :1]), segments[:, 1:] != segments[:, :-1]], -1)
+    first = jax.lax.cummax(jnp.where(is_new, before, 0), axis=1)
+    return _norm(model, params["norm"], _prefill(model, params, tokens, before - first, is_real, segments)[0])
 
 
-def _prefill(model: Transformer, params: Any, tokens: Array, positions: Array, is_real: Array) -> tuple[Array, list[Any]]:
+def _prefill(
+    model: Transformer, params: Any, tokens: Array, positions: Array, is_real: Array, segments: Array | None = None
+) -> tuple[Array, list[Any]]:
     """``tokens [P, S]`` -> residual stream ``[P, S, width]`` and each layer's keys and values ``[P, kv_heads, S, size]``."""
     length = tokens.shape[1]
-    # A padding place sees itself alone, so that its row stays finite.
-    seen = (jnp.tril(jnp.ones((length, length), bool)) & is_real[:, None, :]) | jnp.eye(length, dtype=bool)
+    seen = jnp.tril(jnp.ones((length, length), bool)) & is_real[:, None, :]
+    if segments is not None:
+        seen = seen & (segments[:, :, None] == segments[:, None, :])
+    seen = seen | jnp.eye(length, dtype=bool)  # a padding place sees itself alone, so that its row stays finite
     memory = []
 
     def attend(q, k, v):
@@ -253,6 +261,22 @@ def _prefill(model: Transformer, params: Any, tokens: Array, positions: Array, i
     for layer in params["layers"]:
         x = _block(model, layer, x, positions, attend)
     return x, memory
+
+
+def read_out(
+    model: Transformer,
+    params: dict[str, Any],
+    hidden: Array,
+    size: int,
+    mask: Array | None = None,
+    temperature: Array | float = 1.0,
+    top_k: int = 0,
+    top_p: Array | float = 1.0,
+    min_p: Array | float = 0.0,
+) -> TokenCategorical:
+    """The distribution over the first ``size`` tokens after ``hidden [..., width]``."""
+    head = params["embed" if model.tied else "head"][:size]
+    return TokenCategorical(hidden, head, mask, temperature, top_p, min_p, top_k, model.head_chunk, model.dtype)
 
 
 def _dot(model: Transformer, equation: str, a: Array, b: Array) -> Array:
@@ -298,10 +322,7 @@ def transformer(
     def output(params: dict[str, Any], x: Array, mask: Array | None) -> PolicyOutput:
         """``x [..., width]``, the residual stream after the last block."""
         hidden = _norm(model, params["norm"], x)
-        head = params["embed" if model.tied else "head"]
-        distribution = TokenCategorical(
-            hidden, head[: space.n], mask, temperature, top_p, min_p, top_k, model.head_chunk, model.dtype
-        )
+        distribution = read_out(model, params, hidden, space.n, mask, temperature, top_k, top_p, min_p)
         value = _dense(model, params["value"], hidden)[..., 0] if has_value else jnp.zeros(hidden.shape[:-1])
         return PolicyOutput(distribution, value)
 

@@ -17,6 +17,7 @@ from rljax.envs import group
 from rljax.envs.tokens import TokenEnvironment
 from rljax.experiment import InputError, evaluate_agent, export, load, run
 from rljax.lm import automata, graders, weights
+from rljax.lm.packing import pack
 from rljax.lm.tasks import Addition, Multiplication
 from rljax.lm.text import HostTool, TextTask
 from rljax.lm.tokenizer import CharTokenizer
@@ -213,3 +214,53 @@ def test_env_text_reads_a_file_and_says_what_is_missing(tmp_path):
         rljax.make_env("text", file=str(file))
     with pytest.raises(ValueError, match=r"env_params\.regex and env_params\.choices"):
         rljax.make_env("text", file=str(file), grader={"type": "exact"}, regex="a", choices=["b"])
+
+
+def test_packing_keeps_every_example_and_wastes_little():
+    examples = [([1] * (1 + i % 5), [2] * (1 + i % 3)) for i in range(40)]
+    packed = pack(examples, 12)
+    total = sum(len(p) + len(c) for p, c in examples)
+    assert (packed.tokens >= 0).sum() == total
+    assert packed.mask.sum() == sum(len(c) for _, c in examples)
+    assert packed.tokens.size < 1.1 * total
+    for bad, words in (
+        ([([1] * 9, [2] * 4)], "example 0 has 13 tokens"),
+        ([([], [2])], "no prompt"),
+        ([([1], [])], "no completion"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            pack(bad, 12)
+
+
+def test_an_example_in_a_packed_row_is_read_as_if_it_were_alone():
+    model = Transformer(layers=2, width=16, heads=2, mlp=16)
+    params = init_params(model, jax.random.key(0), 9)
+    examples = [([1, 2, 3], [4, 5]), ([6], [7, 8]), ([2, 2], [1])]
+    packed = pack(examples, 12)
+    assert packed.tokens.shape == (1, 12)
+    hidden = np.asarray(forward(model, params, jnp.asarray(packed.tokens), jnp.asarray(packed.segments)))[0]
+    for prompt, completion in examples:
+        ids = [*prompt, *completion]
+        alone = np.asarray(forward(model, params, jnp.asarray([ids])))[0]
+        starts = [k for k in range(12 - len(ids) + 1) if packed.tokens[0, k : k + len(ids)].tolist() == ids]
+        place = next(
+            k for k in starts if packed.mask[0, k : k + len(ids)].tolist() == [False] * len(prompt) + [True] * len(completion)
+        )
+        np.testing.assert_allclose(hidden[place : place + len(ids)], alone, atol=1e-5)
+
+
+def test_packed_fine_tuning_has_the_loss_of_the_same_examples_one_by_one():
+    env = text_env({"type": "exact"})
+    agent = sft.make(sft.Config(model=TINY, batch_size=2, pack=20), env)  # all three examples fit into one row
+    state = agent.init(jax.random.key(0))
+    _, metrics = jit(agent.step)(state)
+    total, words = 0.0, 0
+    for row in ROWS:
+        prompt, answer = (env.tokenizer.encode(row[key]) for key in ("prompt", "answer"))
+        ids = jnp.asarray([[*prompt, *answer, env.tokenizer.eos_ids[0]]])
+        logits = forward(TINY, state.params, ids)[0] @ state.params["embed"].T
+        log_probs = jax.nn.log_softmax(logits)[np.arange(len(prompt) - 1, ids.shape[1] - 1), ids[0, len(prompt) :]]
+        total, words = total - float(log_probs.sum()), words + len(log_probs)
+    np.testing.assert_allclose(float(metrics["loss/nll"]), total / words, rtol=1e-5)
+    with pytest.raises(ValueError, match=r"algo\.pack packs the examples of a file"):
+        sft.make(sft.Config(model=TINY, pack=20), TokenEnvironment(Addition()))
