@@ -125,7 +125,8 @@ def test_illegal_actions_are_never_taken_and_legal_ones_are_learned(name):
 @pytest.mark.parametrize("name", CONTINUOUS)
 def test_continuous_actions(name):
     env = probes.ContinuousTarget()
-    changes = {"learning_rate": 2e-2} if name in ("reinforce", "a2c", "ppo", "grpo") else {}
+    # At 2e-2 GRPO's deviation goes to 0 within thirty updates, and what it then makes of equal rewards throws it off.
+    changes = {"learning_rate": 1e-2 if name == "grpo" else 2e-2} if name in ("reinforce", "a2c", "ppo", "grpo") else {}
     agent, state, _ = train(name, env, **changes)
     assert greedy_return(agent, env, state) > -0.1
 

@@ -88,16 +88,22 @@ def test_first_episodes_are_masked_after_their_end(num_steps):
 
 def test_first_episodes_stop_when_all_have_ended_and_repeat_the_last_time_step():
     episodes, _ = played(9)
-    for x in jax.tree.leaves(episodes.timesteps):
-        np.testing.assert_array_equal(x[5:], np.broadcast_to(x[4], x[5:].shape))
     assert not episodes.mask[4:].any()
+    transitions = episodes.transitions
+    for x in jax.tree.leaves((transitions.next_observation, transitions.terminated, transitions.truncated)):
+        np.testing.assert_array_equal(x[4:], np.broadcast_to(x[3], x[4:].shape))
+    # What an ended environment gives is never acted on: the first observation stands there, and no reward.
+    after = ~episodes.mask
+    first = np.broadcast_to(episodes.first.observation, episodes.starts.observation.shape)
+    np.testing.assert_array_equal(episodes.starts.observation[after], first[after])
+    np.testing.assert_array_equal(transitions.reward[after], 0.0)
 
 
 def test_first_episodes_of_a_group_start_alike():
     episodes, _ = played(9)
     first = episodes.first.observation.reshape(GROUPS, SIZE, 3)
     np.testing.assert_array_equal(first[:, 0], first[:, 1])
-    members = np.moveaxis(episodes.transitions.observation.reshape(9, GROUPS, SIZE, 3), 2, 0)
+    members = np.moveaxis(episodes.transitions.next_observation[:1].reshape(1, GROUPS, SIZE, 3), 2, 0)
     assert np.all(members[0, ..., 2] != members[1, ..., 2])  # and go their own ways
     samples = episodes.samples.reshape(9, GROUPS, SIZE)
     assert np.any(samples[..., 0] != samples[..., 1])

@@ -176,10 +176,10 @@ def test_wrong_answers_earn_nothing(name):
         assert not earned.any(), (kind, asked[int(earned.argmax())], completions[int(earned.argmax())])
 
 
-def test_of_two_products_the_last_counts():
+def test_of_two_products_none_counts():
     asked = prompts("multiplication")
     right = [solve("multiplication", prompt) for prompt in asked]
-    np.testing.assert_array_equal(rewards("multiplication", ["=1" + answer for answer in right])[:, 0], 1.0)
+    np.testing.assert_array_equal(rewards("multiplication", ["=1" + answer for answer in right])[:, 0], 0.0)
     called = rewards("multiplication", ["[1*1](1)" + answer for answer in right])
     np.testing.assert_array_equal(called, 1.0)
     np.testing.assert_array_equal(rewards("multiplication", right)[:, 1], 0.0)
