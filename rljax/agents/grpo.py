@@ -152,6 +152,10 @@ def make(config: Config, env: Environment) -> Agent:
         log_prob, entropy = log_prob_and_entropy(output.distribution, batch.samples)
         return jnp.where(batch.mask, log_prob, 0.0), jnp.where(batch.mask, entropy, 0.0)
 
+    def members(chosen: Array) -> Array:
+        """The columns of the episodes of some groups."""
+        return (chosen[:, None] * group_size + jnp.arange(group_size)).reshape(-1)
+
     def scores(episodes: Episodes) -> tuple[Array, Array]:
         """``(return, valid)`` of each episode, ``[P, G]``; shaped for its length, and invalid where its reward could not be
         had."""
@@ -243,7 +247,7 @@ def make(config: Config, env: Environment) -> Agent:
             # Of the groups that were played, first those whose rewards differ, then as many others as are missing.
             chosen = jnp.argsort(is_flat, stable=True)[:num_groups]
             rewards, valid = rewards[chosen], valid[chosen]
-            columns = (chosen[:, None] * group_size + jnp.arange(group_size)).reshape(-1)
+            columns = members(chosen)
             episodes = jax.tree.map(lambda x: x[:, columns], episodes)
 
         # What counts: a step with one legal action says nothing about the policy.
@@ -277,7 +281,7 @@ def make(config: Config, env: Environment) -> Agent:
         # Update.
         def minibatch_step(learner, chosen):
             params, opt_state = learner
-            columns = (chosen[:, None] * group_size + jnp.arange(group_size)).reshape(-1)
+            columns = members(chosen)
             minibatch = jax.tree.map(lambda x: x[:, columns], batch.replace(first=None))
             minibatch = minibatch.replace(first=jax.tree.map(lambda x: x[columns], batch.first))
             gradient, metrics = minibatch_gradient(params, minibatch, state.kl_coef, data)

@@ -93,7 +93,8 @@ def run(
             source = experiment.start_from
             if source is None:
                 return None
-            _check_params(experiment, jax.eval_shape(build(source).init, build(source).lanes, None).params)
+            program = build(source)
+            _check_params(experiment, jax.eval_shape(program.init, program.lanes, None).params)
             say({"event": "note", "text": f"first {source.name}, which this starts from"})
             return _params_of(run(source, listener=listener, argv=argv).states, experiment)
 
