@@ -35,23 +35,46 @@ class Case:
     steps: int
     group: int = 8
     heads: int = 4
+    kv_heads: int = 4
+    mlp: int = 0  # 0: 8/3 of the width
     vocabulary: int = 16
+    tied: int = 0
     dtype: str = "float32"
     learning_rate: float = 1e-3
+    warmups: int = 5  # of the peer
+    threads: int = 2  # of the peer; XLA takes one for each core
+    microbatches: int = 1  # of rljax: the gradient is that of the whole
 
 
 CASES = {
     "32-rows-2x64": Case(rows=32, layers=2, width=64, prompt=16, completion=32, steps=20),
     "256-rows-2x64-short": Case(rows=256, layers=2, width=64, prompt=6, completion=4, steps=20),
-    "256-rows-2x64": Case(rows=256, layers=2, width=64, prompt=16, completion=32, steps=8),
-    "256-rows-4x128": Case(rows=256, layers=4, width=128, prompt=16, completion=32, steps=4),
+    "256-rows-2x64": Case(rows=256, layers=2, width=64, prompt=16, completion=32, steps=8, microbatches=4),
+    "256-rows-4x128": Case(rows=256, layers=4, width=128, prompt=16, completion=32, steps=4, microbatches=4),
+    # The sizes of SmolLM2-135M.
+    "64-rows-135M-bfloat16": Case(
+        rows=64,
+        layers=30,
+        width=576,
+        prompt=16,
+        completion=48,
+        steps=1,
+        heads=9,
+        kv_heads=3,
+        mlp=1536,
+        vocabulary=49152,
+        tied=1,
+        dtype="bfloat16",
+        learning_rate=1e-5,
+        warmups=2,
+    ),
 }
 
 
 def arguments(contender: str, case: Case, seeds: int) -> list[str]:
     """The command line of a contender."""
     if contender == "trl":
-        options = dataclasses.asdict(case)
+        options = {name: x for name, x in dataclasses.asdict(case).items() if name != "microbatches"}
         return ["trl_worker.py", *(str(x) for k, v in options.items() for x in (f"--{k.replace('_', '-')}", v))]
     return ["grpo_worker.py", json.dumps({**dataclasses.asdict(case), "seeds": seeds})]
 

@@ -58,9 +58,11 @@ def serve(options: argparse.Namespace, channel: Channel) -> None:
         layers=options.layers,
         width=options.width,
         heads=options.heads,
-        mlp=8 * options.width // 3,
-        tied=False,
+        kv_heads=options.kv_heads,
+        mlp=options.mlp or 8 * options.width // 3,
+        tied=bool(options.tied),
         dtype=options.dtype,
+        head_chunk=512 if options.vocabulary > 1024 else 0,
     )
     config = grpo.Config(
         model=model,
@@ -68,6 +70,7 @@ def serve(options: argparse.Namespace, channel: Channel) -> None:
         group_size=options.group,
         num_epochs=1,
         num_minibatches=1,
+        num_microbatches=options.microbatches,
         aggregate="sequence",
         learning_rate=options.learning_rate,
         max_grad_norm=1.0,

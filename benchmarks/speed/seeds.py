@@ -1,8 +1,8 @@
-"""The cost of many seeds over one: seconds that the very program of `rljax run` takes for 1, 8 and 32 seeds.
+"""The cost of many seeds over one: seconds that the very program of `rljax run` takes for 1, 5, 8 and 32 seeds.
 
     python benchmarks/speed/seeds.py experiments/dqn_cartpole.toml experiments/sac_pendulum.toml ...
 
-For each config the chunks of the three programs take turns; compilation is apart. Writes benchmarks/results/speed_seeds.json.
+For each config the chunks of the four programs take turns; compilation is apart. Writes benchmarks/results/speed_seeds.json.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from typing import Any
 
 from rljax.experiment.devices import prepare
 
-SEEDS = (1, 8, 32)
+SEEDS = (1, 5, 8, 32)
 OUT = Path(__file__).resolve().parents[1] / "results" / "speed_seeds.json"
 
 

@@ -45,10 +45,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--kv-heads", type=int, default=4)
+    parser.add_argument("--mlp", type=int, default=0, help="0: 8/3 of the width")
     parser.add_argument("--vocabulary", type=int, default=16)
+    parser.add_argument("--tied", type=int, default=0)
     parser.add_argument("--prompt", type=int, default=16, help="tokens of a prompt")
     parser.add_argument("--completion", type=int, default=32, help="tokens of a completion")
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), default="float32", help="of the products; weights are float32"
     )
@@ -76,9 +79,11 @@ def serve(options: argparse.Namespace, channel: Channel) -> None:
     config = LlamaConfig(
         vocab_size=options.vocabulary,
         hidden_size=options.width,
-        intermediate_size=8 * options.width // 3,
+        intermediate_size=options.mlp or 8 * options.width // 3,
         num_hidden_layers=options.layers,
         num_attention_heads=options.heads,
+        num_key_value_heads=options.kv_heads,
+        tie_word_embeddings=bool(options.tied),
         max_position_embeddings=options.prompt + options.completion,
         pad_token_id=0,
         eos_token_id=1,

@@ -89,7 +89,7 @@ class Program:
             env, agent = self.bind(lane)
             return transcribe(agent, env, state, jax.random.key(seed), episodes, greedy, data, samples)
 
-        return _lift(transcribe_lane, self.mesh, -(-self.num_lanes // self.mesh.size))
+        return _lift(transcribe_lane, self.mesh, _how(self.experiment, self.mesh))
 
     def unpad(self, tree: Any) -> Any:
         """Without the padding lanes."""
@@ -157,7 +157,7 @@ def build(experiment: Experiment, devices: list[Any] | None = None) -> Program:
     updates = max(1, -(-(experiment.total_steps - init_steps) // env_steps))
     updates_per_chunk = max(1, -(-updates // (experiment.evals * CHUNKS_PER_EVAL)))
     num_chunks = -(-updates // updates_per_chunk)
-    per_device = -(-num_lanes // len(devices))
+    how = _how(experiment, mesh)
     program = Program(
         experiment=experiment,
         num_lanes=num_lanes,
@@ -169,10 +169,10 @@ def build(experiment: Experiment, devices: list[Any] | None = None) -> Program:
         env_steps=env_steps,
         init_steps=init_steps,
         data=None,
-        init=_lift(init, mesh, per_device),
-        init_from=_lift(init_from, mesh, per_device),
-        chunk=_lift(chunk, mesh, per_device, donate_argnums=(1,)),
-        evaluate=_lift(evaluate, mesh, per_device),
+        init=_lift(init, mesh, how),
+        init_from=_lift(init_from, mesh, how),
+        chunk=_lift(chunk, mesh, how, donate_argnums=(1,)),
+        evaluate=_lift(evaluate, mesh, how),
         env=fixed_env or make_env(experiment.env, **{**experiment.env_params, **_first(experiment)}),
         bind=bind,
         traces=traces,
@@ -245,19 +245,29 @@ def _pad(tree: Any, multiple: int) -> Any:
     return jax.tree.map(pad, tree)
 
 
-def _lift(function: Callable[..., Any], mesh: Mesh, per_device: int, donate_argnums: tuple[int, ...] = ()) -> Any:
-    """Jits a function of one lane over all lanes: sharded over the devices, ``vmap`` within each; its last argument is shared.
+def _how(experiment: Experiment, mesh: Mesh) -> str:
+    """How the lanes of one device run.
 
-    One lane a device is not mapped at all, since XLA runs a batch of one slower than no batch.
+    One lane is not mapped at all, since XLA runs a batch of one slower than no batch. Those of a transformer take turns on a CPU:
+    it multiplies matrices of several lanes slower than those of one, and one by one they need the memory of one.
     """
-    if per_device == 1:
+    if len(experiment.lanes()) <= mesh.size:
+        return "alone"
+    is_cpu = mesh.devices.flat[0].platform == "cpu"
+    return "in turn" if is_cpu and getattr(experiment.algo, "model", None) is not None else "at once"
 
-        def mapped(*args):
-            return jax.tree.map(lambda x: x[None], function(*jax.tree.map(lambda x: x[0], args[:-1]), args[-1]))
-    else:
 
-        def mapped(*args):
-            return jax.vmap(function, in_axes=(*(0 for _ in args[:-1]), None))(*args)
+def _lift(function: Callable[..., Any], mesh: Mesh, how: str, donate_argnums: tuple[int, ...] = ()) -> Any:
+    """Jits a function of one lane over all lanes: sharded over the devices, mapped within each as `_how` says; its last argument
+    is shared."""
+
+    def mapped(*args):
+        own, shared = args[:-1], args[-1]
+        if how == "alone":
+            return jax.tree.map(lambda x: x[None], function(*jax.tree.map(lambda x: x[0], own), shared))
+        if how == "in turn":
+            return jax.lax.map(lambda lane: function(*lane, shared), own)
+        return jax.vmap(lambda *lane: function(*lane, shared))(*own)
 
     spec, shared = PartitionSpec(AXIS), PartitionSpec()
     num_args = len(inspect.signature(function).parameters)

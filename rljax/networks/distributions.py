@@ -15,6 +15,7 @@ import numpy as np
 from flax import struct
 from jax import Array
 
+from rljax.networks.precision import matmul
 from rljax.ops.sampling import filter_logits, sample_inverse_cdf
 
 _LOG_2PI = math.log(2.0 * math.pi)
@@ -164,10 +165,7 @@ class TokenCategorical(struct.PyTreeNode):
         return self._logits(self.hidden.reshape(-1, self.hidden.shape[-1]), self.mask).reshape(*self.hidden.shape[:-1], -1)
 
     def _logits(self, rows: Array, mask: Array | None) -> Array:
-        product = jax.lax.dot_general(
-            rows.astype(self.dtype), self.head.astype(self.dtype), (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-        )
-        logits = product / self.temperature
+        logits = matmul(rows, self.head, self.dtype, is_transposed=True) / self.temperature
         return mask_logits(logits, None if mask is None else mask.reshape(logits.shape))
 
     def _filtered(self) -> Array:

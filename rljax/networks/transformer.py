@@ -18,12 +18,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from rljax.envs.base import TimeStep
 from rljax.envs.spaces import Space, Tokens
 from rljax.networks.distributions import TokenCategorical
 from rljax.networks.policy import Policy, PolicyOutput
+from rljax.networks.precision import matmul
 from rljax.options import check_fields, static
 
 DTYPES = ("float32", "bfloat16")
@@ -50,7 +52,8 @@ class Transformer:
     tied: bool = static(True, "the head that reads out logits is the embedding")
     qkv_bias: bool = static(False, "biases of query, key and value (Qwen2)")
     qk_norm: bool = static(False, "an RMSNorm of each query and key (Qwen3)")
-    dtype: str = static("float32", "of matrix products; norms, softmax and logits are float32 in any case", choices=DTYPES)
+    dtype: str = static("float32", "of the factors of dense layers; all else is float32", choices=DTYPES)
+    scan_layers: bool = static(False, "compile one block for all layers: many of them compile sooner, few run slower")
     remat: bool = static(False, "recompute each block in the backward pass: less memory, more arithmetic")
     head_chunk: int = static(0, "tokens whose logits exist at once in the loss; 0: all", low=0)
     lora_rank: int = static(
@@ -167,13 +170,13 @@ def merge(model: Transformer, params: Any) -> Any:
 
 
 def _dense(model: Transformer, layer: dict[str, Array], x: Array) -> Array:
-    rows = x.reshape(-1, x.shape[-1]).astype(model.dtype)
-    y = rows @ layer["kernel"].astype(model.dtype)
+    rows = x.reshape(-1, x.shape[-1])
+    y = matmul(rows, layer["kernel"], model.dtype)
     if "lora_a" in layer:
-        y = y + model.lora_scale * ((rows @ layer["lora_a"].astype(model.dtype)) @ layer["lora_b"].astype(model.dtype))
+        y = y + model.lora_scale * matmul(matmul(rows, layer["lora_a"], model.dtype), layer["lora_b"], model.dtype)
     if "bias" in layer:
-        y = y + layer["bias"].astype(model.dtype)
-    return y.reshape(*x.shape[:-1], -1).astype(jnp.float32)
+        y = y + layer["bias"]
+    return y.reshape(*x.shape[:-1], -1)
 
 
 def _norm(model: Transformer, layer: dict[str, Array], x: Array) -> Array:
@@ -184,44 +187,96 @@ def _norm(model: Transformer, layer: dict[str, Array], x: Array) -> Array:
     return x + layer["bias"] if "bias" in layer else x
 
 
-def _rotate(model: Transformer, x: Array, positions: Array) -> Array:
-    """Rotary positions of ``x [..., heads, size]`` at ``positions [...]``: element i is paired with i + size / 2."""
+def _rotation(model: Transformer, positions: Array, length: int) -> tuple[Array, Array]:
+    """Cosine and sine of the rotary angles at ``positions [...]``, all below ``length``: two ``[..., 1, size / 2]``.
+
+    They are read from a table, for XLA on CPU would compute them anew for every head and layer.
+    """
     half = model.size // 2
-    frequency = model.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle = positions[..., None, None].astype(jnp.float32) * frequency
-    a, b = x[..., :half], x[..., half:]
-    return jnp.concatenate([a * jnp.cos(angle) - b * jnp.sin(angle), b * jnp.cos(angle) + a * jnp.sin(angle)], -1)
+    angle = np.arange(length)[:, None] * model.rope_theta ** (-np.arange(half) / half)
+    cos, sin = (jnp.asarray(f(angle), jnp.float32)[positions][..., None, :] for f in (np.cos, np.sin))
+    return cos, sin
 
 
-def _block(model: Transformer, layer: dict[str, Any], x: Array, positions: Array, attend: Any) -> Array:
-    """``x [..., width]`` -> ``[..., width]``; ``attend(q [..., heads, size], k, v [..., kv_heads, size]) -> [..., heads,
-    size]``."""
+def _rotate(x: Array, rotation: tuple[Array, Array]) -> Array:
+    """``x [..., heads, size]`` turned by its `_rotation`: element i is paired with i + size / 2."""
+    cos, sin = rotation
+    a, b = jnp.split(x, 2, -1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def _block(model: Transformer, layer: dict[str, Any], x: Array, rotation: Any, attend: Any, *memory: Any) -> tuple[Array, Any]:
+    """``x [..., width]`` -> ``[..., width]`` and new memory; ``attend(q [..., heads, size], k, v [..., kv_heads, size], *memory)
+    -> ([..., heads, size], new memory)``."""
     h = _norm(model, layer["attn_norm"], x)
     q, k, v = (_dense(model, layer[name], h).reshape(*x.shape[:-1], -1, model.size) for name in "qkv")
     if model.qk_norm:
         q, k = _norm(model, layer["q_norm"], q), _norm(model, layer["k_norm"], k)
     if model.family == "llama":
-        q, k = _rotate(model, q, positions), _rotate(model, k, positions)
-    x = x + _dense(model, layer["o"], attend(q, k, v).reshape(*x.shape[:-1], -1))
+        q, k = _rotate(q, rotation), _rotate(k, rotation)
+    mixed, new = attend(q, k, v, *memory)
+    x = x + _dense(model, layer["o"], mixed.reshape(*x.shape[:-1], -1))
     h = _norm(model, layer["mlp_norm"], x)
     up = _dense(model, layer["up"], h)
     h = jax.nn.gelu(up) if model.family == "gpt2" else jax.nn.silu(_dense(model, layer["gate"], h)) * up
-    return x + _dense(model, layer["down"], h)
+    return x + _dense(model, layer["down"], h), new
 
 
-def _embed(model: Transformer, params: dict[str, Any], tokens: Array, positions: Array) -> Array:
+def _through(
+    model: Transformer, params: dict[str, Any], tokens: Array, positions: Array, length: int, attend: Any, *memories: Any
+) -> tuple[Array, Any]:
+    """``tokens [...]`` at ``positions [...]``, all below ``length``, through all blocks, each with its own of the ``memories``
+    (see `_each_layer`): the residual stream ``[..., width]`` and the new memory of the layers."""
     x = params["embed"][jnp.maximum(tokens, 0)].astype(jnp.float32)
     if model.family == "gpt2":
         x = x + params["positions"][jnp.minimum(positions, model.positions - 1)]
-    return x
+    rotation = _rotation(model, positions, length) if model.family == "llama" else None
+
+    def block(x, of_layer):
+        layer, *memory = of_layer
+        return _block(model, layer, x, rotation, attend, *memory)
+
+    block = jax.checkpoint(block) if model.remat else block
+    if model.scan_layers:
+        return jax.lax.scan(block, x, (jax.tree.map(lambda *xs: jnp.stack(xs), *params["layers"]), *memories))
+    new = []
+    for of_layer in zip(params["layers"], *memories, strict=True):
+        x, memory = block(x, of_layer)
+        new.append(memory)
+    return x, new
 
 
+def _each_layer(model: Transformer, memory: Any) -> Any:
+    """The same memory for each layer: a list, or, where layers are scanned, stacked arrays."""
+    if model.scan_layers:
+        return jax.tree.map(lambda x: jnp.broadcast_to(x, (model.layers, *x.shape)), memory)
+    return [memory] * model.layers
+
+
+@jax.custom_vjp
 def _softmax(scores: list[Array]) -> list[Array]:
-    """Softmax over the last axes of several arrays together; masked scores are -inf, and some score of each row is not."""
-    highest = jax.lax.stop_gradient(jnp.stack([s.max(-1) for s in scores if s.shape[-1]]).max(0)[..., None])
+    """Softmax over the last axes of several arrays together; masked scores are -inf, and some score of each row is not.
+
+    Its derivative is written out: ``w (g - sum(g w))``.
+    """
+    highest = jnp.stack([s.max(-1) for s in scores if s.shape[-1]]).max(0)[..., None]
     exps = [jnp.exp(s - highest) for s in scores]
     total = sum((e.sum(-1, keepdims=True) for e in exps), jnp.float32(0.0))
     return [e / total for e in exps]
+
+
+def _softmax_forward(scores: list[Array]) -> tuple[list[Array], list[Array]]:
+    weights = _softmax(scores)
+    return weights, weights
+
+
+def _softmax_backward(weights: list[Array], gradients: list[Array]) -> tuple[list[Array]]:
+    both = list(zip(weights, gradients, strict=True))
+    mean = sum((jnp.einsum("...s,...s->...", g, w) for w, g in both), jnp.float32(0.0))[..., None]  # a sum is slow on CPU
+    return ([w * (g - mean) for w, g in both],)
+
+
+_softmax.defvjp(_softmax_forward, _softmax_backward)
 
 
 def forward(model: Transformer, params: dict[str, Any], tokens: Array, segments: Array | None = None) -> Array:
@@ -240,27 +295,23 @@ def forward(model: Transformer, params: dict[str, Any], tokens: Array, segments:
 
 def _prefill(
     model: Transformer, params: Any, tokens: Array, positions: Array, is_real: Array, segments: Array | None = None
-) -> tuple[Array, list[Any]]:
-    """``tokens [P, S]`` -> residual stream ``[P, S, width]`` and each layer's keys and values ``[P, kv_heads, S, size]``."""
+) -> tuple[Array, Any]:
+    """``tokens [P, S]`` -> residual stream ``[P, S, width]`` and the layers' keys ``[P, kv_heads, S, size]`` and values
+    ``[P, kv_heads, size, S]``, as the products of `transformer` on CPU are fastest."""
     length = tokens.shape[1]
     seen = jnp.tril(jnp.ones((length, length), bool)) & is_real[:, None, :]
     if segments is not None:
         seen = seen & (segments[:, :, None] == segments[:, None, :])
     seen = seen | jnp.eye(length, dtype=bool)  # a padding place sees itself alone, so that its row stays finite
-    memory = []
 
     def attend(q, k, v):
         q = q.reshape(*q.shape[:2], model.groups, -1, model.size)
         k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
-        memory.append((k, v))
-        scores = _dot(model, "ptgrd,pgsd->pgrts", q, k) * model.size**-0.5
+        scores = jnp.einsum("ptgrd,pgsd->pgrts", q, k) * model.size**-0.5
         (weights,) = _softmax([jnp.where(seen[:, None, None], scores, -jnp.inf)])
-        return _dot(model, "pgrts,pgsd->ptgrd", weights, v)
+        return jnp.einsum("pgrts,pgsd->ptgrd", weights, v), (k, v.swapaxes(2, 3))
 
-    x = _embed(model, params, tokens, positions)
-    for layer in params["layers"]:
-        x = _block(model, layer, x, positions, attend)
-    return x, memory
+    return _through(model, params, tokens, positions, length, attend)
 
 
 def read_out(
@@ -277,10 +328,6 @@ def read_out(
     """The distribution over the first ``size`` tokens after ``hidden [..., width]``."""
     head = params["embed" if model.tied else "head"][:size]
     return TokenCategorical(hidden, head, mask, temperature, top_p, min_p, top_k, model.head_chunk, model.dtype)
-
-
-def _dot(model: Transformer, equation: str, a: Array, b: Array) -> Array:
-    return jnp.einsum(equation, a.astype(model.dtype), b.astype(model.dtype), preferred_element_type=jnp.float32)
 
 
 def transformer(
@@ -335,28 +382,31 @@ def transformer(
         is_real = tokens >= 0
         padding = prompt - 1 - is_real.sum(-1)  # [P]
         positions = jnp.maximum(jnp.arange(prompt - 1) - padding[:, None], 0)
-        nothing = jnp.zeros((tokens.shape[0], model.groups, 0, model.size))
-        memory = _prefill(model, params, tokens, positions, is_real)[1] if prompt > 1 else [(nothing, nothing)] * model.layers
+        if prompt > 1:
+            memory = _prefill(model, params, tokens, positions, is_real)[1]
+        else:
+            nothing = jnp.zeros((tokens.shape[0], model.groups, 0, model.size))
+            memory = _each_layer(model, (nothing, nothing.swapaxes(2, 3)))
         batch = timestep.observation.shape[0]
-        empty = jnp.zeros((batch, model.groups, steps, model.size), model.dtype)
-        memory = jax.tree.map(lambda x: x.astype(model.dtype), memory)
-        return {"prompt": memory, "said": [(empty, empty)] * model.layers, "padding": padding, "step": jnp.zeros((), jnp.int32)}
+        empty = jnp.zeros((batch, model.groups, steps, model.size))
+        said = _each_layer(model, (empty, empty))
+        return {"prompt": memory, "said": said, "padding": padding, "step": jnp.zeros((), jnp.int32)}
 
     def attention(q: Array, prompt_memory: Any, is_real: Array, k: Array, v: Array, seen: Array) -> Array:
-        """``q [B, T, heads, size]`` over the prompt's memory ``[P, kv_heads, S, size]`` and what was said, ``k, v [B, kv_heads,
+        """``q [B, T, heads, size]`` over the prompt's memory, see `_prefill`, and what was said, ``k, v [B, kv_heads,
         U, size]`` of which ``seen [T, U]``; ``[B, T, heads, size]``."""
         batch, length = q.shape[:2]
         prompts = batch // group_size
         shared = q.reshape(prompts, group_size, length, model.groups, model.heads // model.groups, model.size)
         own = q.reshape(batch, length, model.groups, -1, model.size)
         scale = model.size**-0.5
-        of_prompt = _dot(model, "pbtgrd,pgsd->pbgrts", shared, prompt_memory[0]) * scale
+        of_prompt = jnp.einsum("pbtgrd,pgsd->pbgrts", shared, prompt_memory[0]) * scale
         of_prompt = jnp.where(is_real[:, None, None, None, None], of_prompt, -jnp.inf).reshape(batch, *of_prompt.shape[2:])
-        of_said = jnp.where(seen, _dot(model, "btgrd,bgud->bgrtu", own, k) * scale, -jnp.inf)
+        of_said = jnp.where(seen, jnp.einsum("btgrd,bgud->bgrtu", own, k) * scale, -jnp.inf)
         on_prompt, on_said = _softmax([of_prompt, of_said])
         on_prompt = on_prompt.reshape(prompts, group_size, *on_prompt.shape[1:])
-        mixed = _dot(model, "pbgrts,pgsd->pbtgrd", on_prompt, prompt_memory[1]).reshape(own.shape)
-        return mixed + _dot(model, "bgrtu,bgud->btgrd", on_said, v)
+        mixed = jnp.einsum("pbgrts,pgds->pbtgrd", on_prompt, prompt_memory[1]).reshape(own.shape)
+        return mixed + jnp.einsum("bgrtu,bgud->bgrtd", on_said, v).transpose(0, 3, 1, 2, 4)
 
     def step(params: dict[str, Any], carry: dict[str, Any], timestep: TimeStep) -> tuple[dict[str, Any], PolicyOutput]:
         now = carry["step"]
@@ -365,20 +415,15 @@ def transformer(
         positions = prompt - 1 + now - padding[:, None]
         is_real = jnp.arange(prompt - 1) >= carry["padding"][:, None]
         seen = (jnp.arange(steps) <= now)[None]
-        said = []
 
-        x = _embed(model, params, token, positions)
-        for layer, prompt_memory, (keys, values) in zip(params["layers"], carry["prompt"], carry["said"], strict=True):
+        def attend(q, k, v, prompt_memory, said):
+            keys, values = (
+                jax.lax.dynamic_update_slice_in_dim(cache, new.swapaxes(1, 2), now, axis=2)
+                for cache, new in zip(said, (k, v), strict=True)
+            )
+            return attention(q, prompt_memory, is_real, keys, values, seen), (keys, values)
 
-            def attend(q, k, v, prompt_memory=prompt_memory, keys=keys, values=values):
-                keys, values = (
-                    jax.lax.dynamic_update_slice_in_dim(cache, new.swapaxes(1, 2).astype(cache.dtype), now, axis=2)
-                    for cache, new in ((keys, k), (values, v))
-                )
-                said.append((keys, values))
-                return attention(q, prompt_memory, is_real, keys, values, seen)
-
-            x = _block(model, layer, x, positions, attend)
+        x, said = _through(model, params, token, positions, space.length, attend, carry["prompt"], carry["said"])
         return {**carry, "said": said, "step": now + 1}, output(params, x[:, 0], timestep.action_mask)
 
     def unroll(params: dict[str, Any], carry: dict[str, Any], timesteps: TimeStep) -> PolicyOutput:
@@ -389,15 +434,10 @@ def transformer(
         is_real = jnp.arange(prompt - 1) >= carry["padding"][:, None]
         seen = jnp.tril(jnp.ones((length, length), bool))
 
-        def run(layer, prompt_memory, x):
-            def attend(q, k, v):
-                return attention(q, prompt_memory, is_real, k.swapaxes(1, 2), v.swapaxes(1, 2), seen)
+        def attend(q, k, v, prompt_memory):
+            return attention(q, prompt_memory, is_real, k.swapaxes(1, 2), v.swapaxes(1, 2), seen), None
 
-            return _block(model, layer, x, positions, attend)
-
-        x = _embed(model, params, tokens, positions)
-        for layer, prompt_memory in zip(params["layers"], carry["prompt"], strict=True):
-            x = (jax.checkpoint(run) if model.remat else run)(layer, prompt_memory, x)
+        x, _ = _through(model, params, tokens, positions, space.length, attend, carry["prompt"])
         return output(params, x.swapaxes(0, 1), timesteps.action_mask)
 
     return Policy(init, start, step, unroll)

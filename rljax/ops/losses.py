@@ -147,3 +147,96 @@ def aggregate(
 def _ratio(log_ratio: Array) -> Array:
     """``exp``, but finite: inf would make the zero gradient of a clipped ratio NaN."""
     return jnp.exp(jnp.minimum(log_ratio, 80.0))
+
+
+def dpo_loss(
+    margin: Array, beta: Array | float, kind: Literal["sigmoid", "robust", "hinge", "ipo"] = "sigmoid", smoothing: float = 0.0
+) -> Array:
+    """Direct preference optimisation of pairs, ``[B]``, from ``margin = h_chosen - h_rejected`` ``[B]``.
+
+    ``h = log pi - log pi_ref`` of a completion, summed over its tokens; for "ipo" Azar et al. sum too, and TRL takes the mean.
+    ``smoothing`` is the probability that a label is wrong, below 0.5.
+
+    - "sigmoid": ``-log s(beta D)`` (Rafailov et al. 2023, arXiv 2305.18290, eq. 7); with ``smoothing`` e it is conservative DPO,
+      ``-(1 - e) log s(beta D) - e log s(-beta D)`` (Mitchell 2023).
+    - "robust": ``(-(1 - e) log s(beta D) + e log s(-beta D)) / (1 - 2 e)``, unbiased under wrong labels (Chowdhury et al. 2024,
+      arXiv 2403.00409, eq. 12).
+    - "hinge": ``max(0, 1 - beta D)`` (Zhao et al. 2023, arXiv 2305.10425).
+    - "ipo": ``(D - 1 / (2 beta))^2`` (Azar et al. 2023, arXiv 2310.12036, eq. 17).
+
+    Raises:
+      ValueError: an unknown ``kind``, or smoothing with one that has none.
+    """
+    if kind in ("hinge", "ipo") and smoothing:
+        raise ValueError(f'smoothing is of kind "sigmoid" and "robust", got {kind!r}')
+    right, wrong = -jax.nn.log_sigmoid(beta * margin), -jax.nn.log_sigmoid(-beta * margin)
+    if kind == "sigmoid":
+        return (1.0 - smoothing) * right + smoothing * wrong
+    if kind == "robust":
+        return ((1.0 - smoothing) * right - smoothing * wrong) / (1.0 - 2.0 * smoothing)
+    if kind == "hinge":
+        return jax.nn.relu(1.0 - beta * margin)
+    if kind == "ipo":
+        return jnp.square(margin - 0.5 / beta)
+    raise ValueError(f'kind must be "sigmoid", "robust", "hinge" or "ipo", got {kind!r}')
+
+
+def kto_loss(
+    log_ratio: Array,
+    is_desirable: Array,
+    baseline: Array,
+    beta: Array | float,
+    desirable_weight: Array | float = 1.0,
+    undesirable_weight: Array | float = 1.0,
+) -> Array:
+    """Kahneman-Tversky optimisation of single completions, ``[B]`` (Ethayarajh et al. 2024, arXiv 2402.01306, eq. 8).
+
+    ``w_d (1 - s(beta (h - z)))`` of a desirable one, ``w_u (1 - s(beta (z - h)))`` of another.
+
+    Args:
+      log_ratio: ``h = log pi - log pi_ref``, summed over the completion, ``[B]``.
+      is_desirable: bool ``[B]``.
+      baseline: ``z``, scalar: the mean of ``h`` over completions that belong to other prompts, an estimate of the KL. It is taken
+        at 0 or above, and no gradient passes.
+    """
+    chex.assert_equal_shape([log_ratio, is_desirable])
+    baseline = jax.lax.stop_gradient(jnp.maximum(baseline, 0.0))
+    gain = beta * (log_ratio - baseline)
+    return jnp.where(is_desirable, desirable_weight * jax.nn.sigmoid(-gain), undesirable_weight * jax.nn.sigmoid(gain))
+
+
+def orpo_loss(chosen: Array, rejected: Array) -> Array:
+    """The odds-ratio penalty of pairs, ``[B]`` (Hong et al. 2024, arXiv 2403.07691, eq. 7).
+
+    ``-log s(log(odds_chosen / odds_rejected))`` with ``odds = p / (1 - p)`` and ``log p`` the *mean* log-probability of a
+    completion's tokens, ``[B]``. ORPO adds it, weighted, to the likelihood of the chosen completions (eq. 6).
+    """
+    chex.assert_equal_shape([chosen, rejected])
+    log_odds = (chosen - _log1mexp(chosen)) - (rejected - _log1mexp(rejected))
+    return -jax.nn.log_sigmoid(log_odds)
+
+
+def simpo_loss(chosen: Array, rejected: Array, beta: Array | float, gamma: Array | float) -> Array:
+    """SimPO of pairs, ``[B]``: no reference (Meng et al. 2024, arXiv 2405.14734, eq. 6).
+
+    ``-log s(beta (chosen - rejected) - gamma)`` of the *mean* log-probabilities of the completions' tokens, ``[B]``.
+    """
+    chex.assert_equal_shape([chosen, rejected])
+    return -jax.nn.log_sigmoid(beta * (chosen - rejected) - gamma)
+
+
+def bradley_terry_loss(chosen: Array, rejected: Array, margin: Array | float = 0.0, centring: Array | float = 0.0) -> Array:
+    """A reward model's loss on pairs, ``[B]``: the negative log-likelihood of the choice (Bradley & Terry 1952).
+
+    ``-log s(r_chosen - r_rejected - margin) + centring (r_chosen + r_rejected)^2`` of scores ``[B]``. ``margin`` says how much
+    better the chosen one is (Touvron et al. 2023, arXiv 2307.09288, eq. 2); ``centring`` draws scores, which the first term knows
+    up to a constant only, to a mean of 0 (Eisenstein et al. 2023, arXiv 2312.09244, section 2).
+    """
+    chex.assert_equal_shape([chosen, rejected])
+    return -jax.nn.log_sigmoid(chosen - rejected - margin) + centring * jnp.square(chosen + rejected)
+
+
+def _log1mexp(x: Array) -> Array:
+    """``log(1 - exp(x))`` of ``x < 0``, accurate at both ends (Maechler 2012)."""
+    near = x > -0.6931472
+    return jnp.where(near, jnp.log(-jnp.expm1(jnp.where(near, x, -1.0))), jnp.log1p(-jnp.exp(jnp.where(near, -1.0, x))))

@@ -4,17 +4,19 @@ import struct
 import subprocess
 import sys
 import zipfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import gguf
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
 
 from rljax.lm import fetch, weights
-from rljax.networks.transformer import Transformer, init_params
+from rljax.networks.transformer import Transformer, forward, init_params
 
 SIZES = dict(vocab=20, layers=2, width=16, heads=4, kv_heads=2, head_size=4, mlp=24, positions=32, rope_theta=5e5, norm_eps=1e-6)
 PLAIN = dict(family="llama", tied=True, qkv_bias=False, qk_norm=False) | SIZES
@@ -566,13 +568,37 @@ def test_transformers_loads_what_is_saved(config, tmp_path):
     np.testing.assert_allclose(module(hidden).detach().numpy(), want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.slow
-def test_the_real_model():
+@pytest.fixture(scope="module")
+def smollm2():
     try:
-        path = fetch.fetch("smollm2")
+        return fetch.fetch("smollm2")
     except RuntimeError as error:
         pytest.skip(str(error))
-    config, params = weights.load(path, "bfloat16")
+
+
+@pytest.mark.slow
+def test_logits_of_the_real_model(smollm2):
+    """Those of transformers on twenty prompts, made by benchmarks/golden/smollm2_logits.py."""
+    golden = json.loads((Path(__file__).parents[1] / "data" / "smollm2_logits.json").read_text())["prompts"]
+    config, params = weights.load(smollm2)
+    model = Transformer(**config)
+    params = jax.tree.map(jnp.asarray, params)
+    logits_of = jax.jit(lambda tokens: forward(model, params, tokens)[0] @ params["embed"].T)
+    width = max(len(prompt["ids"]) for prompt in golden)
+    assert len(golden) == 20
+    for prompt in golden:
+        length = len(prompt["ids"])
+        logits = np.asarray(logits_of(jnp.array([prompt["ids"] + [-1] * (width - length)])))[:length]
+        np.testing.assert_array_equal(logits.argmax(-1), prompt["likeliest"])
+        np.testing.assert_allclose(logits.max(-1), prompt["highest"], atol=2e-4, rtol=0)
+        np.testing.assert_allclose(np.logaddexp.reduce(logits, axis=-1), prompt["log_sum"], atol=2e-4, rtol=0)
+        ids = (np.arange(6) * 8191 + np.arange(length)[:, None] * 127) % config["vocab"]
+        np.testing.assert_allclose(np.take_along_axis(logits, ids, -1), prompt["some"], atol=2e-4, rtol=0)
+
+
+@pytest.mark.slow
+def test_the_real_model(smollm2):
+    config, params = weights.load(smollm2, "bfloat16")
     assert (config["layers"], config["width"], config["heads"], config["kv_heads"], config["vocab"]) == (30, 576, 9, 3, 49152)
     assert config["rope_theta"] == 100_000.0 and config["norm_eps"] == 1e-5 and config["tied"]
     assert params["layers"][29]["down"]["kernel"].shape == (1536, 576)

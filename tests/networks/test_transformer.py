@@ -10,7 +10,7 @@ import pytest
 
 from rljax.envs import Box, TimeStep, Tokens
 from rljax.networks import Transformer, transformer
-from rljax.networks.transformer import _rotate, forward
+from rljax.networks.transformer import _rotate, _rotation, forward
 
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})  # compiling is all that costs here
 SMALL = Transformer(layers=2, width=8, heads=4, head_size=4, mlp=12)
@@ -203,8 +203,8 @@ def loss_and_gradient(**changes):
     return log_prob, value, gradient
 
 
-@pytest.mark.parametrize("changes", [{"head_chunk": 5}, {"head_chunk": 8, "remat": True}], ids=str)
-def test_memory_options_change_neither_values_nor_gradients(changes):
+@pytest.mark.parametrize("changes", [{"head_chunk": 5}, {"head_chunk": 8, "remat": True}, {"scan_layers": True}], ids=str)
+def test_options_of_compilation_change_neither_values_nor_gradients(changes):
     close(loss_and_gradient(**changes), loss_and_gradient(), 1e-5)
 
 
@@ -213,7 +213,13 @@ def test_remat_recomputes_the_blocks():
     timesteps = steps_of(contexts())
     jaxpr = jax.make_jaxpr(lambda params: policy.unroll(params, policy.start(params, at(timesteps, 0)), timesteps).value)
     names = [equation.primitive.name for equation in jaxpr(params_of("llama")).eqns]
-    assert sum(name in ("checkpoint", "remat", "remat2") for name in names) == SMALL.layers, names
+    assert sum(name in ("checkpoint", "remat", "remat2") for name in names) == 2 * SMALL.layers, names  # prompt, completion
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt2"])
+def test_scanned_layers_are_the_same_policy(name):
+    close(policy_of(name, scan_layers=True)[0](params_of(name), steps_of(contexts()))[0], whole(name)[0], 1e-5)
+    close(policy_of(name, scan_layers=True)[1](params_of(name), steps_of(contexts()))[0], whole(name)[0], 1e-5)
 
 
 def test_bfloat16_is_near():
@@ -231,9 +237,8 @@ def test_rotary_positions_are_complex_rotations():
     positions = np.array([[0, 1, 2, 3], [7, 8, 20, 300]])
     turned = x[..., :3] + 1j * x[..., 3:]
     turned = turned * np.exp(1j * positions[..., None, None] * 100.0 ** (-2 * np.arange(3) / 6))
-    np.testing.assert_allclose(
-        jit(functools.partial(_rotate, model))(x, positions), np.concatenate([turned.real, turned.imag], -1), atol=1e-4
-    )
+    rotated = jit(lambda x, positions: _rotate(x, _rotation(model, positions, 301)))(x, positions)
+    np.testing.assert_allclose(rotated, np.concatenate([turned.real, turned.imag], -1), atol=1e-6)
 
 
 # A whole model, token by token and head by head, in float64.

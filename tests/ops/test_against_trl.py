@@ -106,3 +106,47 @@ def test_overlong_penalty():
     golden = GOLDEN["overlong"]
     penalty = losses.overlong_penalty(jnp.array(golden["lengths"]), golden["max_length"], golden["cache"])
     np.testing.assert_allclose(penalty, golden["penalty"], **TOLERANCE)
+
+
+PREFERENCES = GOLDEN["preferences"]
+
+
+def preference_loss(log_prob, name):
+    """The first half of the rows are chosen, the second half rejected."""
+    options, beta = PREFERENCES["variants"][name]["options"], PREFERENCES["beta"]
+    mask = mask_of(PREFERENCES["lengths"], len(log_prob))
+    log_prob = jnp.where(mask, log_prob, 0.0)
+    sums, means = log_prob.sum(0), log_prob.sum(0) / mask.sum(0)
+    ref = jnp.where(mask, time_major(PREFERENCES["ref_log_prob"]), 0.0)
+    ratio, mean_ratio = (log_prob - ref).sum(0), (log_prob - ref).sum(0) / mask.sum(0)
+    pairs = len(sums) // 2
+
+    def margin(x):
+        return x[:pairs] - x[pairs:]
+
+    smoothing = options.get("label_smoothing", 0.0)
+    if name == "sigmoid_norm":
+        return losses.dpo_loss(margin(mean_ratio), beta).mean()
+    if name == "ipo":
+        return losses.dpo_loss(margin(mean_ratio), beta, "ipo").mean()
+    if name in ("sigmoid", "hinge", "robust"):
+        return losses.dpo_loss(margin(ratio), beta, name, smoothing).mean()
+    if name.startswith("cpo"):
+        return losses.dpo_loss(margin(sums), beta, smoothing=smoothing).mean()
+    if name == "simpo":
+        return losses.simpo_loss(means[:pairs], means[pairs:], beta, options["simpo_gamma"]).mean()
+    if name == "orpo":
+        likelihood = losses.masked_mean(-log_prob[:, :pairs], mask[:, :pairs], "token")
+        return likelihood + beta * losses.orpo_loss(means[:pairs], means[pairs:]).mean()
+    baseline = jnp.mean(jnp.array(options["log_ratios_of_mismatched_pairs"]))
+    is_desirable = jnp.arange(len(sums)) < pairs
+    weight = options["undesirable_weight"]
+    return losses.kto_loss(ratio, is_desirable, baseline, beta, undesirable_weight=weight).mean()
+
+
+@pytest.mark.parametrize("name", PREFERENCES["variants"])
+def test_preference_losses_and_gradients(name):
+    variant = PREFERENCES["variants"][name]
+    loss, gradient = jax.value_and_grad(preference_loss)(time_major(PREFERENCES["log_prob"]), name)
+    np.testing.assert_allclose(loss, variant["loss"], **TOLERANCE)
+    np.testing.assert_allclose(gradient, np.array(variant["gradient"]).T, **TOLERANCE)

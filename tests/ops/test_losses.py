@@ -232,3 +232,48 @@ def test_aggregates_of_an_unknown_kind_or_of_wrong_shapes_raise():
         losses.aggregate(jnp.zeros((3, 2)), jnp.ones((3, 1), bool), "token")
     with pytest.raises(AssertionError):
         losses.aggregate(jnp.zeros(3), jnp.ones(3, bool), "token")
+
+
+def test_dpo_by_hand():
+    margin = jnp.array([0.0, 2.0, -1.0])
+    sigmoid = 1 / (1 + np.exp(-0.5 * np.array(margin)))
+    np.testing.assert_allclose(losses.dpo_loss(margin, 0.5), -np.log(sigmoid), rtol=1e-6)
+    smoothed = -0.9 * np.log(sigmoid) - 0.1 * np.log(1 - sigmoid)
+    np.testing.assert_allclose(losses.dpo_loss(margin, 0.5, smoothing=0.1), smoothed, rtol=1e-5)
+    np.testing.assert_allclose(losses.dpo_loss(margin, 0.5, "ipo"), (np.array(margin) - 1.0) ** 2, rtol=1e-6)
+    np.testing.assert_allclose(losses.dpo_loss(margin, 0.5, "hinge"), [1.0, 0.0, 1.5], rtol=1e-6)
+    # Labels that are wrong with probability e: on average the robust loss is that of right labels.
+    mixed = 0.8 * losses.dpo_loss(margin, 0.5, "robust", 0.2) + 0.2 * losses.dpo_loss(-margin, 0.5, "robust", 0.2)
+    np.testing.assert_allclose(mixed, losses.dpo_loss(margin, 0.5), rtol=1e-5)
+    with pytest.raises(ValueError, match='smoothing is of kind "sigmoid" and "robust", got \'ipo\''):
+        losses.dpo_loss(margin, 0.5, "ipo", 0.1)
+    with pytest.raises(ValueError, match="got 'bt'"):
+        losses.dpo_loss(margin, 0.5, "bt")  # type: ignore[arg-type]
+
+
+def test_kto_baseline_is_not_negative_and_has_no_gradient():
+    ratio, good = jnp.array([0.4, -0.3]), jnp.array([True, False])
+    np.testing.assert_allclose(losses.kto_loss(ratio, good, jnp.float32(-5.0), 1.0), losses.kto_loss(ratio, good, 0.0, 1.0))
+    assert jax.grad(lambda z: losses.kto_loss(ratio, good, z, 1.0).sum())(0.5) == 0.0
+    by_hand = [2 / (1 + np.exp(0.3 * 0.4)), 3 / (1 + np.exp(0.3 * 0.3))]
+    np.testing.assert_allclose(losses.kto_loss(ratio, good, 0.0, 0.3, 2.0, 3.0), by_hand, rtol=1e-6)
+
+
+@pytest.mark.parametrize("x", [-1e-6, -0.5, -0.7, -40.0])
+def test_odds_are_accurate_at_both_ends(x):
+    """log(p / (1 - p)), against float64."""
+    chosen, rejected = jnp.float32(x), jnp.float32(-1.0)
+    odds = x - np.log(-np.expm1(np.float64(np.float32(x)))) - (-1.0 - np.log(-np.expm1(-1.0)))
+    loss, gradient = jax.value_and_grad(losses.orpo_loss)(chosen, rejected)
+    np.testing.assert_allclose(loss, np.logaddexp(0.0, -odds), rtol=1e-5, atol=1e-9)
+    assert np.isfinite(gradient)
+
+
+def test_bradley_terry_by_hand():
+    chosen, rejected = jnp.array([1.0, -0.5]), jnp.array([0.2, 0.5])
+    plain = np.log1p(np.exp(-(np.array(chosen - rejected) - 0.3)))
+    np.testing.assert_allclose(losses.bradley_terry_loss(chosen, rejected, 0.3), plain, rtol=1e-6)
+    centred = plain + 0.1 * np.array([1.44, 0.0])
+    np.testing.assert_allclose(losses.bradley_terry_loss(chosen, rejected, 0.3, 0.1), centred, rtol=1e-6)
+    # A constant added to all scores changes the second term alone.
+    np.testing.assert_allclose(losses.bradley_terry_loss(chosen + 7.0, rejected + 7.0, 0.3), plain, rtol=1e-5)
