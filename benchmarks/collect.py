@@ -234,8 +234,8 @@ def cost_of_seeds() -> list[str]:
     for name, data in json.loads(path.read_text()).items():
         cost, rate = data["cost_over_one_seed"], data["steps_per_second"]
         lines.append(
-            f"| {name} | {data['agent']} | {rate['1']:,.0f} | {cost['5']:.1f} | {cost['8']:.1f} | {cost['32']:.1f} | {rate['32']:,.0f} "
-            f"| {data['devices']} |"
+            f"| {name} | {data['agent']} | {rate['1']:,.0f} | {cost['5']:.1f} | {cost['8']:.1f} | {cost['32']:.1f} "
+            f"| {rate['32']:,.0f} | {data['devices']} |"
         )
     return lines
 

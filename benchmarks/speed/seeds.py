@@ -21,14 +21,16 @@ SEEDS = (1, 5, 8, 32)
 OUT = Path(__file__).resolve().parents[1] / "results" / "speed_seeds.json"
 
 
-def measure(config: str, rounds: int) -> dict[str, Any]:
-    """Median seconds of a chunk, a fifth of the config's steps, for each number of seeds."""
+def measure(config: str, rounds: int, steps: int | None) -> dict[str, Any]:
+    """Median seconds of a chunk, a fifth of ``steps`` or of the config's, for each number of seeds."""
     import jax
 
     from rljax.experiment import load
     from rljax.experiment.lanes import build
 
     experiment = dataclasses.replace(load(config), evals=1)
+    if steps:
+        experiment = dataclasses.replace(experiment, total_steps=steps)
     programs = {}
     for count in SEEDS:
         program = build(dataclasses.replace(experiment, seeds=tuple(range(count))))
@@ -43,14 +45,14 @@ def measure(config: str, rounds: int) -> dict[str, Any]:
             times[count].append(time.perf_counter() - began)
             programs[count] = (program, states)
     program = programs[1][0]
-    steps = program.updates_per_chunk * program.env_steps
+    per_chunk = program.updates_per_chunk * program.env_steps
     medians = {count: statistics.median(values) for count, values in times.items()}
     return {
         "agent": experiment.algo_name,
         "env": experiment.env,
-        "steps_of_a_chunk": steps,
+        "steps_of_a_chunk": per_chunk,
         "seconds": times,
-        "steps_per_second": {count: count * steps / medians[count] for count in SEEDS},
+        "steps_per_second": {count: count * per_chunk / medians[count] for count in SEEDS},
         "cost_over_one_seed": {count: medians[count] / medians[1] for count in SEEDS},
         "devices": len(jax.devices()),
         "cpus": os.cpu_count(),
@@ -62,11 +64,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("configs", nargs="+")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, help="in place of the config's total_steps")
     arguments = parser.parse_args()
     prepare()
     report = json.loads(OUT.read_text()) if OUT.exists() else {}
     for config in arguments.configs:
-        report[Path(config).stem] = result = measure(config, arguments.rounds)
+        report[Path(config).stem] = result = measure(config, arguments.rounds, arguments.steps)
         costs = ", ".join(f"{count}: {cost:.2f}" for count, cost in result["cost_over_one_seed"].items())
         print(
             f"{Path(config).stem}: {result['steps_per_second'][1]:,.0f} steps/s with one seed; cost over one seed {costs}",

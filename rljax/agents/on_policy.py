@@ -13,29 +13,42 @@ from rljax.envs import TimeStep, VectorEnvironment, all_ended
 from rljax.networks import Policy
 
 
-class Trajectory(struct.PyTreeNode):
+class Steps(struct.PyTreeNode):
     """``T`` steps of ``B`` environments.
 
     Attributes:
       timesteps: ``[T + 1, B]``; step t acts on ``timesteps[t]`` and leads to ``timesteps[t + 1]``, which holds its reward,
         flags and ``next_observation``. Observations are raw: the agent applies its ``view``.
       samples: ``[T, B, ...]``, draws in the coordinates of the policy's distribution.
-      carries: ``[T + 1, B, ...]``, the policy's carry before each step; ``()`` if it is feed-forward.
     """
 
     timesteps: TimeStep
     samples: Array
-    carries: Any
+
+    @property
+    def first(self) -> TimeStep:
+        """``[B]``: what the first steps acted on."""
+        return jax.tree.map(lambda x: x[0], self.timesteps)
+
+    @property
+    def starts(self) -> TimeStep:
+        """``[T, B]``: what each step acted on."""
+        return jax.tree.map(lambda x: x[:-1], self.timesteps)
 
     @property
     def transitions(self) -> TimeStep:
         """``[T, B]``: what each step led to."""
         return jax.tree.map(lambda x: x[1:], self.timesteps)
 
-    @property
-    def starts(self) -> TimeStep:
-        """``[T, B]``: what each step acted on."""
-        return jax.tree.map(lambda x: x[:-1], self.timesteps)
+
+class Trajectory(Steps):
+    """Steps that go on over the ends of episodes, by auto-reset.
+
+    Attributes:
+      carries: ``[T + 1, B, ...]``, the policy's carry before each step; ``()`` if it is feed-forward.
+    """
+
+    carries: Any
 
     @property
     def first_carry(self) -> Any:
@@ -105,33 +118,14 @@ def acting(
     return start, act
 
 
-class Episodes(struct.PyTreeNode):
-    """One episode of each of ``B`` environments, from a reset on; what follows an episode's end is masked.
+class Episodes(Steps):
+    """One episode of each environment, from a reset on; what follows an episode's end is masked.
 
     Attributes:
-      timesteps: ``[T + 1, B]``; step t acts on ``timesteps[t]`` and leads to ``timesteps[t + 1]``.
-      samples: ``[T, B, ...]``, draws in the coordinates of the policy's distribution.
       mask: bool ``[T, B]``, True up to and with each episode's last step.
     """
 
-    timesteps: TimeStep
-    samples: Array
     mask: Array
-
-    @property
-    def first(self) -> TimeStep:
-        """``[B]``: the time steps of the resets."""
-        return jax.tree.map(lambda x: x[0], self.timesteps)
-
-    @property
-    def starts(self) -> TimeStep:
-        """``[T, B]``: what each step acted on."""
-        return jax.tree.map(lambda x: x[:-1], self.timesteps)
-
-    @property
-    def transitions(self) -> TimeStep:
-        """``[T, B]``: what each step led to."""
-        return jax.tree.map(lambda x: x[1:], self.timesteps)
 
     @property
     def last(self) -> Array:

@@ -11,11 +11,15 @@ from rljax.envs.spaces import Box, Space
 
 
 class Wrapper:
-    """Passes everything on to ``env``; a subclass changes what it is about."""
+    """Passes everything on to ``env``, its own attributes too; a subclass changes what it is about."""
 
     def __init__(self, env: Environment):
         self.env = env
-        self.reset_pool = getattr(env, "reset_pool", 0)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "env":  # not set yet: this is a copy in the making
+            raise AttributeError(name)
+        return getattr(self.env, name)
 
     @property
     def observation_space(self) -> Space:
@@ -49,6 +53,12 @@ class TimeLimit(Wrapper):
         elapsed = elapsed + 1
         cut = (elapsed >= self.max_steps) & ~timestep.terminated
         return (inner, elapsed), timestep.replace(truncated=timestep.truncated | cut)
+
+    @property
+    def outcome(self) -> Any:
+        """See `rljax.envs.tokens.TokenEnvironment`; None where the environment has none."""
+        inner = getattr(self.env, "outcome", None)
+        return None if inner is None else lambda states, lengths: inner(states[0], lengths)
 
 
 class SelectObservation(Wrapper):
@@ -91,3 +101,16 @@ class ScaleReward(Wrapper):
     def step(self, key: Array, state: Any, action: Array) -> tuple[Any, TimeStep]:
         state, timestep = self.env.step(key, state, action)
         return state, timestep.replace(reward=timestep.reward * self.scale)
+
+    @property
+    def outcome(self) -> Any:
+        """See `rljax.envs.tokens.TokenEnvironment`; None where the environment has none."""
+        inner = getattr(self.env, "outcome", None)
+        if inner is None:
+            return None
+
+        def scaled(states: Any, lengths: Array) -> Any:
+            reward, info = inner(states, lengths)
+            return reward * self.scale, info
+
+        return scaled

@@ -12,8 +12,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rljax.agents import Agent, make_agent
-from rljax.envs import Environment, make_env
-from rljax.envs.tokens import TokenEnvironment
+from rljax.envs import Environment, Tokens, make_env
 from rljax.experiment.config import Experiment, InputError
 from rljax.experiment.evaluation import Evaluation, evaluate_agent, random_agent
 from rljax.experiment.traces import Transcript, transcribe
@@ -80,16 +79,24 @@ class Program:
         """Puts arrays that all lanes share on the devices, one copy on each."""
         return jax.device_put(tree, NamedSharding(self.mesh, PartitionSpec()))
 
-    def transcribe(self, episodes: int, greedy: bool, samples: int = 1) -> Any:
-        """``(lanes, states, seeds uint32 [lanes], data) -> Transcript``, jitted; None where the agent is no language model."""
-        if not isinstance(self.env, TokenEnvironment) or self.bind(jax.tree.map(lambda x: x[0], self.lanes))[1].policy is None:
+    def transcriber(self, episodes: int, greedy: bool, samples: int = 1) -> Any:
+        """``(padded states, seed) -> Transcript`` of numpy arrays ``[num_lanes, episodes * samples, ...]``, compiled once; None
+        where the agent is no language model."""
+        example = jax.tree.map(lambda x: x[0], self.lanes)
+        if not isinstance(self.env.observation_space, Tokens) or self.bind(example)[1].policy is None:
             return None
 
         def transcribe_lane(lane: Any, state: Any, seed: Array, data: Any) -> Transcript:
             env, agent = self.bind(lane)
             return transcribe(agent, env, state, jax.random.key(seed), episodes, greedy, data, samples)
 
-        return _lift(transcribe_lane, self.mesh, _how(self.experiment, self.mesh))
+        program = _lift(transcribe_lane, self.mesh, _how(self.experiment, self.mesh))
+
+        def say(states: Any, seed: int) -> Transcript:
+            seeds = self.pad(np.full(self.num_lanes, seed, np.uint32))
+            return self.unpad(jax.device_get(program(self.lanes, states, seeds, self.data)))
+
+        return say
 
     def unpad(self, tree: Any) -> Any:
         """Without the padding lanes."""

@@ -210,13 +210,12 @@ def _train(
     per_chunk = program.updates_per_chunk * program.env_steps * program.num_lanes
     train_seconds, saved_at = earlier.get("train_seconds", 0.0), clock()
 
-    transcribe = program.transcribe(TRANSCRIPTS, greedy=False)
+    transcribe = program.transcriber(TRANSCRIPTS, greedy=False)
 
     def keep_transcripts() -> None:
         if transcribe is None:
             return
-        seeds = program.pad(np.full(program.num_lanes, experiment.eval_seed, np.uint32))
-        transcript = program.unpad(jax.device_get(transcribe(program.lanes, states, seeds, program.data)))
+        transcript = transcribe(states, experiment.eval_seed)
         step = program.steps_at(done)
         head = _trace_head(path, experiment, done, step, TRANSCRIPTS, experiment.eval_seed, False)
         episodes = traces.rows(transcript, program.env, experiment.lanes(), step)
@@ -340,14 +339,12 @@ def _say(
     """``(program, number of the checkpoint, numpy Transcript [lanes, episodes * samples], seed)``."""
     experiment = load_run(path)
     program, _ = _with_weights(build(experiment))
-    transcribe = program.transcribe(episodes, greedy, samples)
+    transcribe = program.transcriber(episodes, greedy, samples)
     if transcribe is None:
         raise InputError(f"{path}: {experiment.algo_name} on {experiment.env} says nothing: it is no language model")
     seed = experiment.eval_seed if seed is None else seed
     number, _, states = _restore(program, path, checkpoint)
-    seeds = program.pad(np.full(program.num_lanes, seed, np.uint32))
-    transcript = transcribe(program.lanes, program.pad(states), seeds, program.data)
-    return program, number, program.unpad(jax.device_get(transcript)), seed
+    return program, number, transcribe(program.pad(states), seed), seed
 
 
 def replay(file: str | Path) -> tuple[int, list[str]]:

@@ -591,7 +591,7 @@ def test_logits_of_the_real_model(smollm2):
         logits = np.asarray(logits_of(jnp.array([prompt["ids"] + [-1] * (width - length)])))[:length]
         np.testing.assert_array_equal(logits.argmax(-1), prompt["likeliest"])
         np.testing.assert_allclose(logits.max(-1), prompt["highest"], atol=2e-4, rtol=0)
-        np.testing.assert_allclose(np.logaddexp.reduce(logits, axis=-1), prompt["log_sum"], atol=2e-4, rtol=0)
+        np.testing.assert_allclose(np.logaddexp.reduce(logits.astype(np.float64), axis=-1), prompt["log_sum"], atol=2e-4, rtol=0)
         ids = (np.arange(6) * 8191 + np.arange(length)[:, None] * 127) % config["vocab"]
         np.testing.assert_allclose(np.take_along_axis(logits, ids, -1), prompt["some"], atol=2e-4, rtol=0)
 
