@@ -2,7 +2,6 @@
 
     python -m venv VENV && VENV/bin/pip install -r benchmarks/speed/requirements-trl.txt
     python benchmarks/speed/grpo.py --trl-python VENV/bin/python
-    python benchmarks/speed/grpo.py --seeds 5     # what five seeds in one program cost
 
 Both begin with random weights of one Llama, sample completions of a fixed length from prompts of random tokens, reward the count
 of one token, and take one gradient step, with float32 weights and no reference. Each is a process that warms up and then trains
@@ -71,17 +70,17 @@ CASES = {
 }
 
 
-def arguments(contender: str, case: Case, seeds: int) -> list[str]:
+def arguments(contender: str, case: Case) -> list[str]:
     """The command line of a contender."""
     if contender == "trl":
         options = {name: x for name, x in dataclasses.asdict(case).items() if name != "microbatches"}
         return ["trl_worker.py", *(str(x) for k, v in options.items() for x in (f"--{k.replace('_', '-')}", v))]
-    return ["grpo_worker.py", json.dumps({**dataclasses.asdict(case), "seeds": seeds})]
+    return ["grpo_worker.py", json.dumps(dataclasses.asdict(case))]
 
 
-def measure(case: Case, pythons: dict[str, str], seeds: dict[str, int], rounds: int, timeout: float) -> dict[str, Any]:
+def measure(case: Case, pythons: dict[str, str], rounds: int, timeout: float) -> dict[str, Any]:
     """``{contender: what it said of itself, and its rounds}``."""
-    workers = {name: Worker(name, pythons[name], arguments(name, case, seeds.get(name, 1)), timeout) for name in pythons}
+    workers = {name: Worker(name, pythons[name], arguments(name, case), timeout) for name in pythons}
     try:
         contenders = {name: {**worker.receive(), "rounds": []} for name, worker in workers.items()}
         for number in range(rounds):
@@ -98,20 +97,16 @@ def main() -> None:
     parser.add_argument("--case", nargs="+", choices=CASES, default=list(CASES), help="default: all")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--trl-python", metavar="PYTHON", help="interpreter that has TRL")
-    parser.add_argument("--seeds", type=int, help="compare so many seeds in one program with one, instead of TRL")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds to wait for a contender's next message")
     options = parser.parse_args()
 
-    pythons, seeds = {"rljax": sys.executable}, {}
-    if options.seeds:
-        many = f"rljax-{options.seeds}-seeds"
-        pythons[many], seeds[many] = sys.executable, options.seeds
-    elif options.trl_python:
+    pythons = {"rljax": sys.executable}
+    if options.trl_python:
         pythons["trl"] = options.trl_python
     out = ROOT / "benchmarks" / "results" / "speed_grpo.json"
     for name in options.case:
         try:
-            contenders = measure(CASES[name], pythons, seeds, options.rounds, options.timeout)
+            contenders = measure(CASES[name], pythons, options.rounds, options.timeout)
         except WorkerError as error:
             print(f"{name}: {error}", file=sys.stderr)
             continue
@@ -130,8 +125,7 @@ def main() -> None:
         report = json.loads(out.read_text()) if out.exists() else {}
         machine = {"cpus": os.cpu_count(), "system": f"{platform.system()} {platform.machine()}", "load": os.getloadavg()[0]}
         date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        key = name if not options.seeds else f"{name}-{options.seeds}-seeds"
-        report[key] = {"date": date, "machine": machine, "settings": dataclasses.asdict(CASES[name]), "contenders": contenders}
+        report[name] = {"date": date, "machine": machine, "settings": dataclasses.asdict(CASES[name]), "contenders": contenders}
         out.write_text(json.dumps(report, indent=1) + "\n")
 
 

@@ -77,20 +77,17 @@ def serve(options: argparse.Namespace, channel: Channel) -> None:
     )
     env = TokenEnvironment(Counting(), truncated_counts=True)
 
-    def one(key: Any) -> Any:
-        return grpo.make(config, env).init(key)
+    agent = grpo.make(config, env)
 
     def many(state: Any) -> Any:
-        return jax.lax.scan(lambda state, _: grpo.make(config, env).step(state), state, length=options.steps)
+        return jax.lax.scan(lambda state, _: agent.step(state), state, length=options.steps)
 
-    lanes = jax.vmap if options.seeds > 1 else lambda function: function
-    keys = jax.random.split(jax.random.key(0), options.seeds) if options.seeds > 1 else jax.random.key(0)
-    state = jax.jit(lanes(one))(keys)
+    state = jax.jit(agent.init)(jax.random.key(0))
     began = time.perf_counter()
-    step = jax.jit(lanes(many), donate_argnums=0).lower(state).compile()
+    step = jax.jit(many, donate_argnums=0).lower(state).compile()
     compile_seconds = time.perf_counter() - began
     state, _ = jax.block_until_ready(step(state))
-    parameters = sum(x.size for x in jax.tree.leaves(state.params)) // options.seeds
+    parameters = sum(x.size for x in jax.tree.leaves(state.params))
     channel.ready(compile_seconds, parameters, ("rljax", "jax"))
     while True:
         channel.wait()  # a round goes on training, as the peer's does
@@ -98,8 +95,8 @@ def serve(options: argparse.Namespace, channel: Channel) -> None:
         state, metrics = jax.block_until_ready(step(state))
         wall, cpu = timer()
         total, count = metrics["episode/return"]
-        tokens = options.steps * options.rows * options.completion * options.seeds
-        channel.result(Round(tokens, wall, cpu, float((total / count)[..., -1].mean()), wall / options.steps))
+        tokens = options.steps * options.rows * options.completion
+        channel.result(Round(tokens, wall, cpu, float((total / count)[-1]), wall / options.steps))
 
 
 if __name__ == "__main__":

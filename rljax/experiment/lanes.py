@@ -90,7 +90,7 @@ class Program:
             env, agent = self.bind(lane)
             return transcribe(agent, env, state, jax.random.key(seed), episodes, greedy, data, samples)
 
-        program = _lift(transcribe_lane, self.mesh, _how(self.experiment, self.mesh))
+        program = _lift(transcribe_lane, self.mesh, _how(self.experiment, self.mesh, self.env_steps))
 
         def say(states: Any, seed: int) -> Transcript:
             seeds = self.pad(np.full(self.num_lanes, seed, np.uint32))
@@ -164,7 +164,7 @@ def build(experiment: Experiment, devices: list[Any] | None = None) -> Program:
     updates = max(1, -(-(experiment.total_steps - init_steps) // env_steps))
     updates_per_chunk = max(1, -(-updates // (experiment.evals * CHUNKS_PER_EVAL)))
     num_chunks = -(-updates // updates_per_chunk)
-    how = _how(experiment, mesh)
+    how = _how(experiment, mesh, env_steps)
     program = Program(
         experiment=experiment,
         num_lanes=num_lanes,
@@ -252,16 +252,21 @@ def _pad(tree: Any, multiple: int) -> Any:
     return jax.tree.map(pad, tree)
 
 
-def _how(experiment: Experiment, mesh: Mesh) -> str:
+IN_TURN = 2**15  # numbers in the activations of a layer above which a CPU gains nothing from batching lanes
+
+
+def _how(experiment: Experiment, mesh: Mesh, env_steps: int) -> str:
     """How the lanes of one device run.
 
-    One lane is not mapped at all, since XLA runs a batch of one slower than no batch. Those of a transformer take turns on a CPU:
-    it multiplies matrices of several lanes slower than those of one, and one by one they need the memory of one.
+    One lane is not mapped at all, since XLA runs a batch of one slower than no batch. Those of a transformer take turns on a CPU,
+    unless an update is tiny: matrices of several lanes are multiplied slower there than those of one, and one by one they need
+    the memory of one.
     """
     if len(experiment.lanes()) <= mesh.size:
         return "alone"
+    model = getattr(experiment.algo, "model", None)
     is_cpu = mesh.devices.flat[0].platform == "cpu"
-    return "in turn" if is_cpu and getattr(experiment.algo, "model", None) is not None else "at once"
+    return "in turn" if is_cpu and model is not None and env_steps * model.width >= IN_TURN else "at once"
 
 
 def _lift(function: Callable[..., Any], mesh: Mesh, how: str, donate_argnums: tuple[int, ...] = ()) -> Any:
