@@ -37,7 +37,9 @@ class Checkpoints:
         self.directory = directory.absolute()
         options = ocp.CheckpointManagerOptions(max_to_keep=KEEP, enable_async_checkpointing=False, create=True)
         try:
-            self._manager = ocp.CheckpointManager(self.directory, options=options)
+            # The handler is named, or orbax would infer it from the newest checkpoint and read none where that one is broken.
+            handler = ocp.StandardCheckpointHandler()
+            self._manager = ocp.CheckpointManager(self.directory, options=options, item_handlers=handler)
         except OSError as error:
             raise SaveError(f"cannot write to {directory}: {error.strerror or error}") from error
 

@@ -373,7 +373,10 @@ def _with_sizes(model: dict[str, Any]) -> dict[str, Any]:
         return model
     from rljax.lm import fetch, weights
 
-    sizes = weights.sizes(fetch.locate(model["path"]))
+    try:
+        sizes = weights.sizes(fetch.locate(model["path"]))
+    except ValueError as error:
+        raise ValueError(f"model.path: {error}") from error
     for key in model:
         if key in sizes and model[key] != sizes[key]:
             raise ValueError(f"model.{key} is {sizes[key]!r} in {model['path']}, so it cannot be {model[key]!r}; leave it out")
@@ -399,7 +402,10 @@ def _start_from(entries: dict[str, tuple[Any, str]], experiment: Experiment) -> 
         is_run = not set(experiment.seeds) - set(source.seeds)
     else:
         path = Path(place) if origin == "override" else Path(origin).parent / place
-        source, is_run = load(path, {key: value for key, (value, _) in changes.items()}), path.is_dir()
+        try:
+            source, is_run = load(path, {key: value for key, (value, _) in changes.items()}), path.is_dir()
+        except InputError as error:
+            raise InputError(f"{origin}: start_from: {error}") from error
     if not is_run:
         source = dataclasses.replace(source, seeds=experiment.seeds, out=experiment.out)
     if source.sweep:

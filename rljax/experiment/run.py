@@ -364,7 +364,9 @@ def replay(file: str | Path) -> tuple[int, list[str]]:
 
 def _random_baseline(experiment: Experiment) -> dict[str, Any]:
     returns = np.asarray(evaluate_random(experiment).returns, np.float64)
-    return {"return": returns.mean(), "std": returns.std(), "episodes": len(returns)}
+    returns = returns[~np.isnan(returns)]  # without those whose reward could not be had
+    mean, std = (returns.mean(), returns.std()) if returns.size else (None, None)
+    return {"return": mean, "std": std, "episodes": len(returns)}
 
 
 def result(path: str | Path, states: Any = None) -> Result:

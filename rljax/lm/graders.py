@@ -267,6 +267,8 @@ def load_jsonl(path: str | Path, *, required: Sequence[str] = ("answer",)) -> li
             raise ValueError(f"{place}: must have either prompt or messages, got the keys {', '.join(row) or 'none'}")
         if not isinstance(row.get("prompt", ""), str):
             raise ValueError(f"{place}: prompt must be text, got {row['prompt']!r}")
+        if row.get("prompt") == "":
+            raise ValueError(f"{place}: prompt is empty")
         if "messages" in row and not _are_messages(row["messages"]):
             shown = str(row["messages"])[:60]
             raise ValueError(f'{place}: messages must be a list of {{"role": text, "content": text}}, got {shown}')

@@ -9,9 +9,10 @@
     grader = { type = "number" }    # see `rljax.lm.graders.make_grader`
 """
 
+import contextlib
 import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -163,10 +164,22 @@ def text(
         grader = {"type": "reasoning_gym", "dataset": name}
     if not isinstance(grader, Mapping):
         raise ValueError('env_params.grader: say how completions are graded, as in grader = { type = "exact" }')
+    if choices is not None and not choices:
+        raise ValueError("env_params.choices holds none: list what a completion may be, or leave it out")
     where = json.dumps([file, tokenizer, max_tokens, system, grader, size, data_seed], sort_keys=True)
     task = _task(where)
-    automaton = _automaton(tokenizer, regex, tuple(choices or ()))
+    with _of("env_params.regex" if regex else "env_params.choices"):
+        automaton = _automaton(tokenizer, regex, tuple(choices or ()))
     return TokenEnvironment(task, max_tokens=max_tokens, truncated_counts=truncated_counts, automaton=automaton)
+
+
+@contextlib.contextmanager
+def _of(key: str) -> Iterator[None]:
+    """Names the key that an objection is to."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from error
 
 
 @functools.lru_cache(maxsize=4)
@@ -178,8 +191,13 @@ def _tokenizer(model: str) -> Any:
 def _task(where: str) -> TextTask:
     file, tokenizer, max_tokens, system, grader, size, data_seed = json.loads(where)
     name = file.removeprefix("reasoning_gym:")
-    rows = graders.load_jsonl(file) if name == file else graders.reasoning_gym_items(name, size, data_seed)
-    return TextTask(rows, _tokenizer(tokenizer), graders.make_grader(grader), max_tokens, system)
+    with _of("env_params.file"):
+        rows = graders.load_jsonl(file) if name == file else graders.reasoning_gym_items(name, size, data_seed)
+    with _of("env_params.tokenizer"):
+        reads = _tokenizer(tokenizer)
+    with _of("env_params.grader"):
+        rewards = graders.make_grader(grader)
+    return TextTask(rows, reads, rewards, max_tokens, system)
 
 
 @functools.lru_cache(maxsize=4)

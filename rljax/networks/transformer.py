@@ -354,7 +354,8 @@ def transformer(
     With ``model.lora_rank`` the parameters are the adapters alone, and the functions expect them joined to the base: see `join`.
 
     Raises:
-      ValueError: observations that are no tokens, or a model with fewer rows than the environment has tokens; names the key.
+      ValueError: observations that are no tokens, or a model with fewer rows or positions than the environment has tokens; names
+        the key.
     """
     if not isinstance(observation_space, Tokens):
         raise ValueError(
@@ -364,6 +365,8 @@ def transformer(
     vocab = model.vocab or space.n
     if vocab < space.n:
         raise ValueError(f"model.vocab ({vocab}) is smaller than the environment's {space.n} tokens")
+    if model.family == "gpt2" and model.positions < space.length:
+        raise ValueError(f"model.positions ({model.positions}) is shorter than the environment's {space.length} tokens")
     prompt, steps = space.prompt, space.length - space.prompt
 
     def output(params: dict[str, Any], x: Array, mask: Array | None) -> PolicyOutput:

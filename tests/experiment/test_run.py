@@ -2,10 +2,12 @@ import dataclasses
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -225,6 +227,24 @@ def test_an_unreadable_checkpoint_falls_back_to_the_one_before_and_says_so(tmp_p
     notes = [event["text"] for event in events if event["event"] == "note"]
     assert any("4 cannot be read" in note and "resuming from checkpoint 3" in note for note in notes)
     assert_same(resumed.states, finished.states)
+
+
+def test_an_emptied_checkpoint_falls_back_too(tmp_path, finished):
+    """With nothing in it, orbax could not say what kind of checkpoints these are."""
+    e = interrupted(tmp_path, 4)
+    newest = max((e.path / "checkpoints").iterdir(), key=lambda p: int(p.name))
+    shutil.rmtree(newest)
+    newest.mkdir()
+    assert_same(run(e).states, finished.states)
+
+
+def test_a_random_policy_whose_rewards_cannot_be_had(tmp_path, monkeypatch):
+    """Its return is None, and what was graded counts alone."""
+    module = sys.modules["rljax.experiment.run"]
+    for returns, expected in (([np.nan, np.nan], (None, None, 0)), ([np.nan, 2.0, 4.0], (3.0, 1.0, 2))):
+        monkeypatch.setattr(module, "evaluate_random", lambda e, returns=returns: SimpleNamespace(returns=np.array(returns)))
+        baseline = module._random_baseline(tiny(tmp_path))
+        assert (baseline["return"], baseline["std"], baseline["episodes"]) == expected
 
 
 def test_no_readable_checkpoint_is_wrong_input(tmp_path, capsys):

@@ -620,6 +620,7 @@ def test_load_jsonl(tmp_path):
         (b'{"answer": "1"}', "must have either prompt or messages, got the keys answer"),
         (b'{"prompt": "a", "messages": [], "answer": "1"}', "must have either prompt or messages"),
         (b'{"prompt": 1, "answer": "1"}', "prompt must be text, got 1"),
+        (b'{"prompt": "", "answer": "1"}', "prompt is empty"),
         (b'{"messages": [{"role": "user"}], "answer": "1"}', "messages must be a list of"),
         (b'{"messages": [], "answer": "1"}', "messages must be a list of"),
         (b'{"prompt": "a", "anwser": "1"}', "answer is missing; did you mean 'anwser'"),

@@ -183,7 +183,7 @@ def test_new_adapters_change_nothing():
 def test_sizes_that_the_weights_do_not_have_are_refused(pretrained, tmp_path):
     with pytest.raises(InputError, match=r"model\.layers is 1 in .*, so it cannot be 3; leave it out"):
         experiment(pretrained[0], tmp_path, **{"model.layers": 3})
-    with pytest.raises(InputError, match="no model at nowhere"):
+    with pytest.raises(InputError, match=r"model\.path: no model at nowhere"):
         experiment("nowhere", tmp_path)
     with pytest.raises(InputError, match=r"model\.lora_rank trains adapters of a pretrained model"):
         experiment("", tmp_path, **{"model.lora_rank": 2})
@@ -212,6 +212,12 @@ def test_env_text_reads_a_file_and_says_what_is_missing(tmp_path):
     file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     with pytest.raises(ValueError, match=r"env_params\.grader: say how"):
         rljax.make_env("text", file=str(file))
+    with pytest.raises(ValueError, match=r"env_params\.choices holds none"):
+        rljax.make_env("text", file=str(file), grader={"type": "exact"}, choices=[])
+    with pytest.raises(ValueError, match=r"env_params\.file: cannot read none\.jsonl"):
+        rljax.make_env("text", file="none.jsonl", grader={"type": "exact"})
+    with pytest.raises(ValueError, match=r"env_params\.tokenizer: no model at nowhere"):
+        rljax.make_env("text", file=str(file), grader={"type": "exact"}, tokenizer="nowhere")
     with pytest.raises(ValueError, match=r"env_params\.regex and env_params\.choices"):
         rljax.make_env("text", file=str(file), grader={"type": "exact"}, regex="a", choices=["b"])
 

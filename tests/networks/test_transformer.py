@@ -331,6 +331,10 @@ def test_first_parameters_are_nearly_uniform_and_of_the_documented_scales():
         (lambda: Transformer(layers=0), r"model\.layers must be >= 1"),
         (lambda: transformer(SMALL, Box(0.0, 1.0, (3,))), r"takes token observations, the environment has Box"),
         (lambda: transformer(dataclasses.replace(SMALL, vocab=V - 1), SPACE), r"model\.vocab \(6\) is smaller .* 7 tokens"),
+        (
+            lambda: transformer(Transformer(family="gpt2", positions=3), SPACE),
+            r"model\.positions \(3\) is shorter",
+        ),
     ],
 )
 def test_what_does_not_fit_is_named(make, words):
