@@ -82,7 +82,8 @@ def collect(path: str) -> None:
         "steps_asked", "steps_done", "steps_per_second", "wall_seconds", "compile_seconds", "random", "failed", "lanes",
     )  # fmt: skip
     config = load_run(path).to_dict()
-    del config["out"]
+    for part in (config, config.get("start_from") or {}):
+        part.pop("out", None)
     data = {key: info[key] for key in keep} | {"config": config, "eval_steps": run.eval_steps.tolist()}
     data["eval_returns"] = [[None if np.isnan(x) else round(x, 4) for x in lane] for lane in run.eval_returns.tolist()]
     HERE.mkdir(exist_ok=True)

@@ -134,22 +134,22 @@ def close(a, b, rtol=1e-4):
     np.testing.assert_allclose(a, b, atol=rtol * np.abs(b).max())
 
 
-class StartsWithA(Lookup):
-    """Right is what begins with ``a``."""
+class StartsWithB(Lookup):
+    """Right is what begins with ``b``."""
 
     def verify(self, problem, completion, length):
-        return (completion[0] == A).astype(jnp.float32)[None]
+        return (completion[0] == B).astype(jnp.float32)[None]
 
 
 @pytest.mark.parametrize("size", [2, 5])
 def test_as_many_groups_are_flat_as_chance_says(size):
     """Of G answers, each right with probability p, all are or none is in p^G + (1 - p)^G of the groups."""
     count = 2_000
-    agent = grpo.make(config(num_groups=count, group_size=size), TokenEnvironment(StartsWithA(), truncated_counts=True))
+    agent = grpo.make(config(num_groups=count, group_size=size), TokenEnvironment(StartsWithB(), truncated_counts=True))
     state = state_of(agent)
-    p = float(jnp.exp(log_probs(state.params, jnp.array([[A]]))[0, 0]))
+    p = float(jnp.exp(log_probs(state.params, jnp.array([[B]]))[0, 0]))
     share = p**size + (1 - p) ** size
-    assert 0.1 < p < 0.9 and 0.02 < share < 0.98
+    assert 0.02 < share < 0.98
     flat = float(jit(agent.step)(state)[1]["flat_groups"])
     assert abs(flat - share) < 4 * (share * (1 - share) / count) ** 0.5
 
