@@ -67,6 +67,7 @@ TARGETS = {
     "grpo_multiplication": ("1", "share of right answers, with a calculator"),
     "sft_multiplication_no_tool": ("", "where grpo_multiplication_no_tool begins"),
     "grpo_multiplication_no_tool": ("", "share of right answers by heart"),
+    "grpo_smollm2": ("", "1.5 is the most; rises from 0.503"),
     "sac_pendulum": (">= -157 within 20k", "-157, rl-baselines3-zoo, SAC at 20k"),
     "td3_pendulum": (">= -152 within 20k", "-152, rl-baselines3-zoo, TD3 at 20k"),
 }
@@ -99,7 +100,7 @@ def last_returns(data: dict) -> np.ndarray:
 def score(final: np.ndarray) -> str:
     low, high = bootstrap_interval(final)
     d = decimals(final)
-    return f"**{iqm(final):.{d}f}** [{low:.{d}f}, {high:.{d}f}]"
+    return f"**{iqm(final):.{d}f}** " + (f"[{low:.{d}f}, {high:.{d}f}]" if len(final) > 1 else "(one seed: no interval)")
 
 
 def decimals(final: np.ndarray) -> int:
