@@ -1,5 +1,6 @@
 """Wrappers: an environment around an environment."""
 
+import copy
 from typing import Any
 
 import jax.numpy as jnp
@@ -8,6 +9,14 @@ from jax import Array
 
 from rljax.envs.base import Environment, TimeStep
 from rljax.envs.spaces import Box, Space
+
+
+def as_evaluated(env: Environment) -> Environment:
+    """The environment that an evaluation plays: with the task's own reward, where ``env`` has another to learn from.
+
+    An environment that changes its reward for learning has itself, without the change, as its attribute ``evaluated``.
+    """
+    return getattr(env, "evaluated", env)
 
 
 class Wrapper:
@@ -28,6 +37,16 @@ class Wrapper:
     @property
     def action_space(self) -> Space:
         return self.env.action_space
+
+    @property
+    def evaluated(self) -> Environment:
+        """See `as_evaluated`: the same wrapper around the inner one's."""
+        inner = as_evaluated(self.env)
+        if inner is self.env:
+            return self
+        twin = copy.copy(self)
+        twin.env = inner
+        return twin
 
     def reset(self, key: Array) -> tuple[Any, TimeStep]:
         return self.env.reset(key)
@@ -92,11 +111,15 @@ class SelectObservation(Wrapper):
 
 
 class ScaleReward(Wrapper):
-    """Multiplies every reward by ``scale``."""
+    """Multiplies every reward by ``scale``. Evaluations leave it out: they compare returns in the environment's own units."""
 
     def __init__(self, env: Environment, scale: Any):
         super().__init__(env)
         self.scale = scale
+
+    @property
+    def evaluated(self) -> Environment:
+        return as_evaluated(self.env)
 
     def step(self, key: Array, state: Any, action: Array) -> tuple[Any, TimeStep]:
         state, timestep = self.env.step(key, state, action)

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rljax.agents import Agent, make_agent
 from rljax.envs import Environment, Tokens, make_env
+from rljax.envs.wrappers import as_evaluated
 from rljax.experiment.config import Experiment, InputError
 from rljax.experiment.evaluation import Evaluation, evaluate_agent, random_agent
 from rljax.experiment.traces import Transcript, transcribe
@@ -144,11 +145,8 @@ def build(experiment: Experiment, devices: list[Any] | None = None) -> Program:
     def evaluate(lane: Any, state: Any, data: Any) -> Evaluation:
         traces["evaluate"] += 1
         env, agent = bind(lane)
-        env_params = {**experiment.env_params, **lane[2]}
-        if "reward_scale" in env_params:
-            env = make_env(experiment.env, **_of_evaluation(env_params))
         sizes = (experiment.eval_episodes, experiment.eval_max_steps)
-        return evaluate_agent(agent, env, state, evaluation_key(experiment), *sizes, data=data)
+        return evaluate_agent(agent, as_evaluated(env), state, evaluation_key(experiment), *sizes, data=data)
 
     lanes = _stack(experiment)
     num_lanes = len(experiment.lanes())
@@ -194,7 +192,7 @@ def evaluation_key(experiment: Experiment) -> Array:
 
 def evaluate_random(experiment: Experiment) -> Evaluation:
     """The random policy on the evaluation episodes (of the first setting, where environment parameters are swept)."""
-    env = make_env(experiment.env, **_of_evaluation({**experiment.env_params, **_first(experiment)}))
+    env = as_evaluated(make_env(experiment.env, **{**experiment.env_params, **_first(experiment)}))
     agent = random_agent(env)
     key = evaluation_key(experiment)
     return jax.jit(
@@ -205,11 +203,6 @@ def evaluate_random(experiment: Experiment) -> Evaluation:
 def _first(experiment: Experiment) -> dict[str, Any]:
     """The first value of each environment parameter that is swept."""
     return {key[11:]: values[0] for key, values in experiment.sweep.items() if key.startswith("env_params.")}
-
-
-def _of_evaluation(env_params: dict[str, Any]) -> dict[str, Any]:
-    """Rewards are scaled for learning alone: returns of different scales are compared in the environment's own units."""
-    return {key: value for key, value in env_params.items() if key != "reward_scale"}
 
 
 def _steps(bind: Callable[[Any], tuple[Environment, Agent]], lane: Any) -> tuple[int, int]:
