@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from rljax.experiment import InputError, load_run, result
+from rljax.experiment.config import SOURCES
 from rljax.experiment.report import read_run
 from rljax.experiment.statistics import bootstrap_interval, iqm
 
@@ -73,6 +74,14 @@ TARGETS = {
 }
 
 
+def without_places(config: dict) -> None:
+    """Drops where a run, and those that it starts from or is paid by, were made."""
+    config.pop("out", None)
+    for key in SOURCES:
+        if key in config:
+            without_places(config[key])
+
+
 def collect(path: str) -> None:
     """Writes the file of one finished run."""
     run, info = result(path, states=()), read_run(path).info
@@ -83,8 +92,7 @@ def collect(path: str) -> None:
         "steps_asked", "steps_done", "steps_per_second", "wall_seconds", "compile_seconds", "random", "failed", "lanes",
     )  # fmt: skip
     config = load_run(path).to_dict()
-    for part in (config, config.get("start_from") or {}):
-        part.pop("out", None)
+    without_places(config)
     data = {key: info[key] for key in keep} | {"config": config, "eval_steps": run.eval_steps.tolist()}
     data["eval_returns"] = [[None if np.isnan(x) else round(x, 4) for x in lane] for lane in run.eval_returns.tolist()]
     HERE.mkdir(exist_ok=True)

@@ -11,7 +11,7 @@ from rljax.envs.registry import did_you_mean
 from rljax.networks import Policy
 from rljax.networks.transformer import join
 
-NAMES = ("reinforce", "a2c", "ppo", "grpo", "pqn", "dqn", "c51", "sac", "td3", "sft")
+NAMES = ("reinforce", "a2c", "ppo", "grpo", "pqn", "dqn", "c51", "sac", "td3", "sft", "dpo", "reward_model")
 AGENTS = {name: f"rljax.agents.{name}" for name in NAMES}
 
 
@@ -19,7 +19,8 @@ class Agent(NamedTuple):
     """An algorithm bound to its config and environment; every function is pure and can be traced.
 
     Attributes:
-      init: ``(key, data=None) -> TrainState``; an agent that can go on from parameters trained before takes ``params`` too.
+      init: ``(key, data=None) -> TrainState``; ``(key, data, params=...)`` of an agent that can go on from parameters trained
+        before.
       step: ``(state, data=None) -> (TrainState, metrics)``: one whole rollout and update. A metric is a scalar, which is
         averaged over steps, or a pair ``(sum, count)``, whose parts are added up over steps.
       start: ``(state, timestep [B], data=None) -> carry`` of `act` at the beginning of an episode.
@@ -28,6 +29,9 @@ class Agent(NamedTuple):
       env_steps: environment steps of one call of ``step``.
       init_steps: environment steps that ``init`` takes already, to fill a replay buffer.
       policy: what acts, given `whole` parameters; None where the agent does not act by a `Policy`.
+      begins_with: ``(key) -> params``, random parameters of the shape that ``init`` takes; None where it takes none.
+      measure: ``(state, key, number, data=None) -> [number]``: what an evaluation reports in place of the returns of episodes;
+        None for every agent that is judged by them.
 
     ``data`` is what all lanes share and none changes: ``{"base": parameters}`` of a pretrained model that adapters are trained
     on.
@@ -40,6 +44,8 @@ class Agent(NamedTuple):
     env_steps: int
     init_steps: int = 0
     policy: Policy | None = None
+    begins_with: Callable[[Array], Any] | None = None
+    measure: Callable[..., Array] | None = None
 
 
 def whole(params: Any, data: Any) -> Any:

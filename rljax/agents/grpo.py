@@ -18,7 +18,7 @@ from flax import struct
 from jax import Array
 
 from rljax.agents.base import Agent, whole
-from rljax.agents.on_policy import Episodes, acting, first_episodes, shuffled_minibatches
+from rljax.agents.on_policy import Episodes, acting, check_leash, first_episodes, leash_metrics, shuffled_minibatches
 from rljax.envs import Environment, TimeStep, Tokens, group
 from rljax.networks import Policy, Transformer, actor_critic, transformer
 from rljax.networks.distributions import log_prob_and_entropy
@@ -136,10 +136,13 @@ def make(config: Config, env: Environment) -> Agent:
     needs_log_prob = not is_one_step or (has_kl and not kl_in_loss)
     optimizer = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.scale_by_adam(eps=config.adam_eps))
 
+    def begins_with(key: Array) -> Any:
+        return policy.init(key, envs.reset(key)[1])
+
     def init(key: Array, data: Any = None, params: Any = None) -> TrainState:
-        key, env_key, params_key = jax.random.split(key, 3)
+        key, _, params_key = jax.random.split(key, 3)
         if params is None:
-            params = policy.init(params_key, envs.reset(env_key)[1])
+            params = begins_with(params_key)
         kl_coef = jnp.asarray(config.kl_coef, jnp.float32) if has_kl else None
         return TrainState(params, params if has_kl else None, kl_coef, optimizer.init(params), key)
 
@@ -178,12 +181,6 @@ def make(config: Config, env: Environment) -> Agent:
         scale = {"group": "group", "batch-scaled": "batch", "unscaled": "none"}[config.advantage]
         return groups.group_advantages(rewards, valid, scale=scale, eps=config.advantage_eps)  # type: ignore[arg-type]
 
-    def kl_metrics(log_prob: Array, ref_log_prob: Array, mean: Any) -> dict[str, Array]:
-        """All three estimates of the KL to the reference, per step, and the KL of an episode."""
-        log_prob = jax.lax.stop_gradient(log_prob)
-        metrics = {f"kl_reference/{k}": mean(kl.kl_estimate(log_prob, ref_log_prob, k)) for k in ("k1", "k2", "k3")}
-        return {**metrics, "kl_reference/episode": mean(log_prob - ref_log_prob, "sequence-sum")}
-
     def loss(trained: Any, batch: Batch, kl_coef: Any, all_of: Array, data: Any) -> tuple[Array, dict[str, Array]]:
         """Of one micro-batch of the minibatch whose mask is ``all_of``; summed over them it is the minibatch's own."""
 
@@ -211,7 +208,7 @@ def make(config: Config, env: Environment) -> Agent:
             "ratio_error": jnp.abs(jnp.expm1(log_ratio)).max(),
         }
         if kl_in_loss and not needs_log_prob:
-            metrics |= kl_metrics(log_prob, batch.ref_log_prob, mean)  # type: ignore[arg-type]
+            metrics |= leash_metrics(log_prob, batch.ref_log_prob, mean)  # type: ignore[arg-type]
         if kl_in_loss:
             leash = kl.kl_estimate(log_prob, batch.ref_log_prob, config.kl_estimator)  # type: ignore[arg-type]
             per_step = per_step + kl_coef * leash
@@ -250,10 +247,8 @@ def make(config: Config, env: Environment) -> Agent:
             columns = members(chosen)
             episodes = jax.tree.map(lambda x: x[:, columns], episodes)
 
-        # What counts: a step with one legal action says nothing about the policy.
-        starts, mask = episodes.starts, episodes.mask
-        if starts.action_mask is not None:
-            mask = mask & (starts.action_mask.sum(-1) > 1)
+        # What counts.
+        starts, mask = episodes.starts, episodes.choices
         if config.mask_truncated:
             mask = mask & (episodes.last & episodes.transitions.terminated).any(0)
         mask = mask & valid.reshape(-1)
@@ -263,7 +258,7 @@ def make(config: Config, env: Environment) -> Agent:
         log_prob: Any = log_probs(whole(state.params, data), batch)[0] if needs_log_prob else None
         ref_log_prob: Any = log_probs(whole(state.reference, data), batch)[0] if has_kl else None
         if has_kl and needs_log_prob:
-            metrics |= kl_metrics(log_prob, ref_log_prob, lambda x, how="token": losses.masked_mean(x, mask, how))  # type: ignore
+            metrics |= leash_metrics(log_prob, ref_log_prob, lambda x, how="token": losses.masked_mean(x, mask, how))  # type: ignore
         if has_kl and config.kl_in == "reward":
             # Each step answers for what is still to come; in "sequence", for all of it.
             penalty = state.kl_coef * (log_prob - ref_log_prob)
@@ -303,7 +298,7 @@ def make(config: Config, env: Environment) -> Agent:
 
     num_episodes = num_groups * config.oversample * group_size
     alone = make_policy(config, env, 1)
-    return Agent(init, step, *acting(alone), env_steps=num_episodes * num_steps, policy=alone)
+    return Agent(init, step, *acting(alone), env_steps=num_episodes * num_steps, policy=alone, begins_with=begins_with)
 
 
 def make_policy(config: Config, env: Environment, group_size: int) -> Policy:
@@ -333,16 +328,4 @@ def _check(config: Config) -> None:
             'algo.kl_estimator "k1" in the loss has a gradient of zero on average, so it holds nothing; use "k2" or "k3", '
             'or algo.kl_in = "reward"'
         )
-    if config.kl_target is not None:
-        episodes = config.num_groups * config.group_size
-        if config.kl_coef is None or _is(config.kl_coef, lambda x: x == 0):
-            raise ValueError("algo.kl_target steers algo.kl_coef: set that too, above 0, to where it starts")
-        if _is(config.kl_horizon, lambda x: 5 * x <= episodes):
-            raise ValueError(
-                f"algo.kl_horizon must be above a fifth of the {episodes} episodes of an update, got {config.kl_horizon}"
-            )
-
-
-def _is(value: Any, test: Any) -> bool:
-    """Whether a number, not a traced one, passes a test."""
-    return isinstance(value, int | float) and bool(test(value))
+    check_leash(config, config.num_groups * config.group_size)

@@ -9,8 +9,9 @@ from flax import struct
 from jax import Array
 
 from rljax.agents.base import whole
-from rljax.envs import TimeStep, VectorEnvironment, all_ended
+from rljax.envs import TimeStep, Tokens, VectorEnvironment, all_ended
 from rljax.networks import Policy
+from rljax.ops import kl
 
 
 class Steps(struct.PyTreeNode):
@@ -128,6 +129,12 @@ class Episodes(Steps):
     mask: Array
 
     @property
+    def choices(self) -> Array:
+        """bool ``[T, B]``, the steps that were the policy's: one with one legal action says nothing about it."""
+        legal = self.starts.action_mask
+        return self.mask if legal is None else self.mask & (legal.sum(-1) > 1)
+
+    @property
     def last(self) -> Array:
         """bool ``[T, B]``, True at the last step of each episode that ended within T steps."""
         return self.transitions.done & self.mask
@@ -226,12 +233,52 @@ def first_episodes(
     outcome = getattr(envs.env, "outcome", None)
     if outcome is None:
         return episodes
-    # What is only known when an episode has ended, such as a grader's word: the reward of its last step.
+    # What is only known when an episode has ended, such as a grader's word: the reward of its last step, or of all.
     rewards, info = outcome(env_state, episodes.mask.sum(0))
     timesteps = episodes.timesteps
-    is_last = jnp.concatenate([jnp.zeros((1, envs.num_envs), bool), episodes.last])
+    none = jnp.zeros((1, envs.num_envs), bool)
+    is_last = jnp.concatenate([none, episodes.last])
     info = {**timesteps.info, **{name: jnp.where(is_last, x, timesteps.info[name]) for name, x in info.items()}}
+    if rewards.ndim == 2:
+        is_paid = jnp.concatenate([none, episodes.mask])
+        rewards = jnp.concatenate([rewards[:1], rewards[:num_steps]])  # step t is paid in time step t + 1
+        return episodes.replace(timesteps=timesteps.replace(reward=jnp.where(is_paid, rewards, timesteps.reward), info=info))
     return episodes.replace(timesteps=timesteps.replace(reward=jnp.where(is_last, rewards, timesteps.reward), info=info))
+
+
+def contexts(episodes: Episodes, space: Tokens) -> Array:
+    """Prompt and completion of each episode of tokens, int32 ``[B, S]``, -1 where there is nothing and after the end."""
+    place = jnp.arange(space.length) - space.prompt
+    # What every episode had said when it ended is still there at the end of the last one.
+    return jnp.where(place < episodes.mask.sum(0)[:, None], episodes.timesteps.observation[-1], -1)
+
+
+def leash_metrics(log_prob: Array, ref_log_prob: Array, mean: Callable[..., Array]) -> dict[str, Array]:
+    """All three estimates of the KL to the reference, per step, and the KL of an episode.
+
+    Args:
+      log_prob, ref_log_prob: ``[T, B]``, 0 where a step does not count.
+      mean: ``(values [T, B], how="token") -> []``, over the steps that count, `rljax.ops.losses.masked_mean` of them.
+    """
+    log_prob = jax.lax.stop_gradient(log_prob)
+    metrics = {f"kl_reference/{k}": mean(kl.kl_estimate(log_prob, ref_log_prob, k)) for k in ("k1", "k2", "k3")}
+    return {**metrics, "kl_reference/episode": mean(log_prob - ref_log_prob, "sequence-sum")}
+
+
+def check_leash(config: Any, episodes: int) -> None:
+    """Raises ValueError, naming the key, where ``kl_target`` cannot steer ``kl_coef`` in updates of so many episodes."""
+
+    def is_number(value: Any) -> bool:  # a traced one cannot be judged
+        return isinstance(value, int | float)
+
+    if config.kl_target is None:
+        return
+    if config.kl_coef is None or (is_number(config.kl_coef) and config.kl_coef == 0):
+        raise ValueError("algo.kl_target steers algo.kl_coef: set that too, above 0, to where it starts")
+    if is_number(config.kl_horizon) and 5 * config.kl_horizon <= episodes:
+        raise ValueError(
+            f"algo.kl_horizon must be above a fifth of the {episodes} episodes of an update, got {config.kl_horizon}"
+        )
 
 
 def next_values(policy: Policy, params: Any, trajectory: Trajectory, values: Array) -> Array:

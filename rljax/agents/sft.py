@@ -65,10 +65,13 @@ def make(config: Config, env: Environment) -> Agent:
     policy = transformer(config.model, space)
     optimizer = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.scale_by_adam(eps=config.adam_eps))
 
+    def begins_with(key: Array) -> Any:
+        return policy.init(key, jax.vmap(env.reset)(key[None])[1])
+
     def init(key: Array, data: Any = None, params: Any = None) -> TrainState:
         key, params_key = jax.random.split(key)
         if params is None:
-            params = policy.init(params_key, jax.vmap(env.reset)(key[None])[1])
+            params = begins_with(params_key)
         return TrainState(params, optimizer.init(params), key)
 
     def demonstrations(key: Array) -> tuple[Any, Array, Array]:
@@ -108,4 +111,4 @@ def make(config: Config, env: Environment) -> Agent:
         return TrainState(params, opt_state, key), {**metrics, "grad_norm": optax.tree.norm(gradient)}
 
     tokens = config.pack or space.length - space.prompt
-    return Agent(init, step, *acting(policy), env_steps=config.batch_size * tokens, policy=policy)
+    return Agent(init, step, *acting(policy), env_steps=config.batch_size * tokens, policy=policy, begins_with=begins_with)

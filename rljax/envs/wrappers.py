@@ -1,6 +1,7 @@
 """Wrappers: an environment around an environment."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -108,6 +109,41 @@ class SelectObservation(Wrapper):
         return timestep.replace(
             observation=timestep.observation[self._indices], next_observation=timestep.next_observation[self._indices]
         )
+
+
+class LearnedReward(Wrapper):
+    """Pays what a reward model says of a completion, when the episode has ended.
+
+    ``info`` keeps the parts of the environment's own reward, which is what an evaluation plays for.
+    """
+
+    def __init__(self, env: Environment, pays: Callable[[Array, Array], Array]):
+        """
+        Args:
+          env: of tokens.
+          pays: ``(context int32 [B, S], lengths int32 [B]) ->`` the rewards of whole episodes ``[B]``, or of each of their steps
+            ``[T, B]``; see `rljax.networks.reward.RewardModel`.
+        """
+        super().__init__(env)
+        self.pays = pays
+
+    @property
+    def evaluated(self) -> Environment:
+        return as_evaluated(self.env)
+
+    def step(self, key: Array, state: Any, action: Array) -> tuple[Any, TimeStep]:
+        state, timestep = self.env.step(key, state, action)
+        return state, timestep.replace(reward=jnp.zeros_like(timestep.reward))
+
+    def outcome(self, states: Any, lengths: Array) -> tuple[Array, dict[str, Array]]:
+        """See `rljax.envs.tokens.TokenEnvironment`. The model can always say, so no episode is invalid."""
+        inner, space = getattr(self.env, "outcome", None), self.observation_space
+        parts = {} if inner is None else inner(states, lengths)[1]
+        while isinstance(states, tuple):  # of a time limit: the environment's own state comes first
+            states = states[0]
+        is_said = jnp.arange(space.length) - space.prompt < lengths[:, None]  # type: ignore[attr-defined]
+        context = jnp.where(is_said, states.context, -1)
+        return self.pays(context, lengths), {name: x for name, x in parts.items() if name != "valid"}
 
 
 class ScaleReward(Wrapper):

@@ -27,6 +27,7 @@ from rljax.networks import Transformer
 from rljax.options import is_in_range, range_text, static
 
 SECTIONS = ("model", "algo", "env_params", "sweep")
+SOURCES = ("start_from", "reward_from")  # keys that name an experiment which runs first
 
 
 class InputError(ValueError):
@@ -37,7 +38,8 @@ class InputError(ValueError):
 class Experiment:
     """A resolved experiment: every default is filled in.
 
-    ``start_from`` is an experiment of its own, which runs first, on the seeds of this one.
+    ``start_from`` and ``reward_from`` are experiments of their own, which run first, on the seeds of this one: where the
+    parameters begin, and the reward model that pays.
     ``sweep`` maps dotted keys (``algo.*``, ``env_params.*``) to lists of values; `programs` splits it into programs and
     `lanes` lists the lanes of one.
     """
@@ -53,6 +55,7 @@ class Experiment:
     name: str = static("", "of the run directory; the file's name by default")
     out: str = static("runs", "where run directories are made")
     start_from: "Experiment | None" = None
+    reward_from: "Experiment | None" = None
     env_params: dict[str, Any] = dataclasses.field(default_factory=dict)
     algo: Any = None
     sweep: dict[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
@@ -66,8 +69,7 @@ class Experiment:
         data = {name: getattr(self, name) for name in _top_fields()}
         algo = {f.name: getattr(self.algo, f.name) for f in dataclasses.fields(self.algo)}
         model = algo.pop("model", None)
-        if self.start_from is not None:
-            data["start_from"] = self.start_from.to_dict()
+        data |= {key: source.to_dict() for key in SOURCES if (source := getattr(self, key)) is not None}
         data |= {"algo": {"name": self.algo_name, **algo}, "env_params": self.env_params, "sweep": self.sweep}
         if model is not None:
             data["model"] = dataclasses.asdict(model)
@@ -82,7 +84,7 @@ class Experiment:
 
         def decisive(data: dict[str, Any]) -> dict[str, Any]:
             kept = {k: v for k, v in data.items() if k not in ("name", "out", "checkpoint_seconds")}
-            return {k: decisive(v) if k == "start_from" else v for k, v in kept.items()}
+            return {k: decisive(v) if k in SOURCES else v for k, v in kept.items()}
 
         data = decisive(self.to_dict())
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:12]
@@ -290,7 +292,7 @@ def _resolve(entries: dict[str, tuple[Any, str]], name: str) -> Experiment:
         **{f"model.{k}": v for k, v in typing.get_type_hints(Transformer).items()},
     }
     fields = {**top, **algo}
-    known = [*fields, "algo.name", "base", "start_from", *SECTIONS]
+    known = [*fields, "algo.name", "base", *SOURCES, *SECTIONS]
 
     def convert(key: str, value: Any, origin: str) -> Any:
         value = _convert(key, value, hints[key], origin)
@@ -298,7 +300,7 @@ def _resolve(entries: dict[str, tuple[Any, str]], name: str) -> Experiment:
         return value
 
     values: dict[str, Any] = {}
-    source = {key: entries.pop(key) for key in list(entries) if key.partition(".")[0] == "start_from"}
+    sources = {name: {key: entries.pop(key) for key in list(entries) if key.partition(".")[0] == name} for name in SOURCES}
     env_entries = {key: entry for key, entry in entries.items() if key.split(".")[-2:-1] == ["env_params"]}
     for key, (value, origin) in entries.items():
         if key in env_entries:
@@ -359,7 +361,10 @@ def _resolve(entries: dict[str, tuple[Any, str]], name: str) -> Experiment:
         algo=algo_config,
         sweep=dict(sorted(sections["sweep"].items())),
     )
-    return dataclasses.replace(experiment, start_from=_start_from(source, experiment))
+    experiment = dataclasses.replace(experiment, **{key: _source(key, own, experiment) for key, own in sources.items()})
+    if experiment.reward_from is not None and experiment.reward_from.algo_name != "reward_model":
+        raise InputError(f"reward_from: {experiment.reward_from.name} is not of algo.name reward_model, which alone can pay")
+    return experiment
 
 
 def _with_sizes(model: dict[str, Any]) -> dict[str, Any]:
@@ -383,19 +388,19 @@ def _with_sizes(model: dict[str, Any]) -> dict[str, Any]:
     return sizes | model
 
 
-def _start_from(entries: dict[str, tuple[Any, str]], experiment: Experiment) -> Experiment | None:
-    """The experiment that runs first, from ``start_from`` (a table, or where a config or a run is) and its dotted overrides.
+def _source(name: str, entries: dict[str, tuple[Any, str]], experiment: Experiment) -> Experiment | None:
+    """An experiment that runs first, from the key ``name`` (a table, or where a config or a run is) and its dotted overrides.
 
     That of a config gets the seeds and the place of ``experiment``; a run that has those seeds stays what it is.
     """
-    place, origin = entries.pop("start_from", (None, ""))
+    place, origin = entries.pop(name, (None, ""))
     if place is None or place == "none":
         if entries:
             key, (_, origin) = next(iter(entries.items()))
-            raise InputError(f"{origin}: {key}: there is no start_from that it could change")
+            raise InputError(f"{origin}: {key}: there is no {name} that it could change")
         return None
     if not isinstance(place, str | dict):
-        raise InputError(f"{origin}: start_from must name a config or a run directory, got {place!r}")
+        raise InputError(f"{origin}: {name} must name a config or a run directory, got {place!r}")
     changes = {key.partition(".")[2]: entry for key, entry in entries.items()}
     if isinstance(place, dict):
         source = _resolve(_flatten(place, origin) | changes, "run")
@@ -405,20 +410,20 @@ def _start_from(entries: dict[str, tuple[Any, str]], experiment: Experiment) -> 
         try:
             source, is_run = load(path, {key: value for key, (value, _) in changes.items()}), path.is_dir()
         except InputError as error:
-            raise InputError(f"{origin}: start_from: {error}") from error
+            raise InputError(f"{origin}: {name}: {error}") from error
     if not is_run:
         source = dataclasses.replace(source, seeds=experiment.seeds, out=experiment.out)
     if source.sweep:
         raise InputError(
-            f"{origin}: start_from: {source.name} sweeps {', '.join(source.sweep)}; lanes are told apart by their seeds alone"
+            f"{origin}: {name}: {source.name} sweeps {', '.join(source.sweep)}; lanes are told apart by their seeds alone"
         )
     if missing := set(experiment.seeds) - set(source.seeds):
-        raise InputError(f"{origin}: start_from: {source.name} has no lane of seed {min(missing)}")
+        raise InputError(f"{origin}: {name}: {source.name} has no lane of seed {min(missing)}")
     return source
 
 
 def _top_fields() -> dict[str, dataclasses.Field[Any]]:
-    return {f.name: f for f in dataclasses.fields(Experiment) if f.name not in (*SECTIONS, "start_from")}
+    return {f.name: f for f in dataclasses.fields(Experiment) if f.name not in (*SECTIONS, *SOURCES)}
 
 
 def _convert(key: str, value: Any, hint: Any, origin: str) -> Any:

@@ -32,8 +32,12 @@ def evaluate_agent(
 ) -> Evaluation:
     """Plays ``episodes`` episodes side by side, exactly one in each environment, so that short ones count no more than long ones.
 
-    Pure and traceable. The same ``key`` gives the same start states and the same environment noise.
+    Pure and traceable. The same ``key`` gives the same start states and the same environment noise. An agent that has a
+    `Agent.measure` is asked for that in place of episodes.
     """
+    if agent.measure is not None:
+        values = agent.measure(state, key, episodes, data)
+        return Evaluation(values, jnp.zeros(episodes, jnp.int32), jnp.ones(episodes, bool))
     reset_key, play_key = jax.random.split(key)
     env_state, timestep = jax.vmap(env.reset)(jax.random.split(reset_key, episodes))
     extra = () if data is None else (data,)

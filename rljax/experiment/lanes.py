@@ -1,6 +1,7 @@
 """Lanes: (seed, hyper-parameters) pairs mapped over one program, and the program's three compiled functions."""
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -11,12 +12,13 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rljax.agents import Agent, make_agent
+from rljax.agents import Agent, make_agent, reward_model
 from rljax.envs import Environment, Tokens, make_env
-from rljax.envs.wrappers import as_evaluated
+from rljax.envs.wrappers import LearnedReward, as_evaluated
 from rljax.experiment.config import Experiment, InputError
 from rljax.experiment.evaluation import Evaluation, evaluate_agent, random_agent
 from rljax.experiment.traces import Transcript, transcribe
+from rljax.networks.reward import RewardModel
 
 AXIS = "lanes"
 
@@ -30,7 +32,7 @@ class Program:
 
     Attributes:
       num_lanes: without padding.
-      lanes: ``(seeds, swept algorithm fields, swept environment parameters)``.
+      lanes: ``(seeds, swept algorithm fields, swept environment parameters, parameters of the reward model or None)``.
       updates_per_chunk: calls of ``Agent.step`` in a chunk.
       num_chunks: chunks of a whole run.
       chunks_per_eval: a run is evaluated after every so many chunks, and after its last.
@@ -99,6 +101,10 @@ class Program:
 
         return say
 
+    def paid_by(self, params: Any) -> "Program":
+        """The program whose lanes are paid by reward models with ``params [num_lanes, K, ...]``."""
+        return dataclasses.replace(self, lanes=(*self.lanes[:3], self.pad(params)))
+
     def unpad(self, tree: Any) -> Any:
         """Without the padding lanes."""
         return jax.tree.map(lambda x: x[: self.num_lanes], tree)
@@ -120,9 +126,17 @@ def build(experiment: Experiment, devices: list[Any] | None = None) -> Program:
     if not any(key.startswith("env_params.") for key in experiment.sweep):
         fixed_env = _checked(lambda: make_env(experiment.env, **experiment.env_params))
 
+    def judge(space: Any) -> RewardModel:
+        source = experiment.reward_from
+        assert source is not None
+        model = dataclasses.replace(source.algo.model, lora_rank=0)  # adapters have been merged
+        return reward_model.of_config(dataclasses.replace(source.algo, model=model), space)
+
     def bind(lane: Any) -> tuple[Environment, Agent]:
-        _, algo, env_params = lane
+        _, algo, env_params, reward = lane
         env = fixed_env or make_env(experiment.env, **{**experiment.env_params, **env_params})
+        if reward is not None:
+            env = LearnedReward(env, functools.partial(judge(env.observation_space).pays, reward))
         return env, make_agent(dataclasses.replace(experiment.algo, **algo), env)
 
     traces = {"init": 0, "chunk": 0, "evaluate": 0}
@@ -220,14 +234,14 @@ def _checked(function: Callable[[], Any]) -> Any:
 
 
 def _stack(experiment: Experiment) -> Any:
-    """``(seeds uint32 [L], {algo field: [L]}, {environment parameter: [L]})``."""
+    """``(seeds uint32 [L], {algo field: [L]}, {environment parameter: [L]}, None)``, see `Program`."""
     rows = experiment.lanes()
 
     def columns(section: str) -> dict[str, Array]:
         keys = [key for key in experiment.sweep if key.startswith(section)]
         return {key[len(section) :]: jnp.asarray([row[key] for row in rows], jnp.float32) for key in keys}
 
-    return jnp.asarray([row["seed"] for row in rows], jnp.uint32), columns("algo."), columns("env_params.")
+    return jnp.asarray([row["seed"] for row in rows], jnp.uint32), columns("algo."), columns("env_params."), None
 
 
 def _total(value: Any) -> tuple[Array, Array]:

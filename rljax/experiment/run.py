@@ -5,7 +5,6 @@ import dataclasses
 import datetime
 import errno
 import fcntl
-import inspect
 import json
 import math
 import os
@@ -26,7 +25,7 @@ from jax import Array
 
 from rljax.agents import Agent, make_agent
 from rljax.agents.base import whole
-from rljax.envs import make_env
+from rljax.envs import Tokens, make_env
 from rljax.experiment import report, traces
 from rljax.experiment.checkpoint import Checkpoints, SaveError
 from rljax.experiment.config import Experiment, InputError, load
@@ -96,10 +95,18 @@ def run(
             program = build(source)
             _check_params(experiment, jax.eval_shape(program.init, program.lanes, None).params)
             say({"event": "note", "text": f"first {source.name}, which this starts from"})
-            return _params_of(run(source, listener=listener, argv=argv).states, experiment)
+            return _check_params(experiment, _params_of(run(source, listener=listener, argv=argv).states, source, experiment))
+
+        def judge() -> Any:
+            """Parameters of the reward models, of all lanes, or None: trains what ``reward_from`` names, if need be."""
+            source = experiment.reward_from
+            if source is None:
+                return None
+            say({"event": "note", "text": f"first {source.name}, which pays"})
+            return _params_of(run(source, listener=listener, argv=argv).states, source, experiment)
 
         try:
-            return _train(experiment, path, info, say, argv or sys.argv, start)
+            return _train(experiment, path, info, say, argv or sys.argv, start, judge)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise SaveError(f"cannot write to {path}: {error.strerror}; its last checkpoint stays valid") from error
@@ -111,11 +118,9 @@ def resume(path: str | Path, **kwargs: Any) -> Result:
     return run(load_run(path), **kwargs)
 
 
-def _params_of(states: Any, experiment: Experiment) -> Any:
-    """Parameters that the lanes of ``experiment`` begin with, ``[lanes, ...]``, out of the states that ``start_from`` ended
-    with."""
-    source = experiment.start_from
-    assert source is not None
+def _params_of(states: Any, source: Experiment, experiment: Experiment) -> Any:
+    """Parameters for the lanes of ``experiment``, ``[lanes, ...]``, out of the states that ``source`` ended with: a lane gets
+    those of its seed."""
     rows = np.asarray([source.seeds.index(lane["seed"]) for lane in experiment.lanes()])
     return jax.tree.map(lambda x: x[rows], states.params)
 
@@ -134,12 +139,43 @@ def _with_weights(program: Program) -> tuple[Program, Any]:
     return program, jax.tree.map(lambda x: np.broadcast_to(x, (program.num_lanes, *x.shape)), params)
 
 
-def _check_params(experiment: Experiment, params: Any) -> None:
-    """Raises InputError where ``params [lanes, ...]`` are not what the agent trains, with the first that differs."""
+def _paid(program: Program, params: Any) -> Program:
+    """The program, paid by reward models of ``params [lanes, K, ...]``, or by its environment if None."""
+    if params is None:
+        return program
+    source = program.experiment.reward_from
+    assert source is not None
+    model = source.algo.model
+    if not isinstance(program.env.observation_space, Tokens):
+        raise InputError(f"reward_from: a reward model pays for tokens, and {program.experiment.env} has none")
+    if model.lora_rank:
+        from rljax.lm import fetch, weights
+
+        base = weights.load(fetch.locate(model.path))[1]
+        params = jax.jit(jax.vmap(jax.vmap(lambda adapters: merge(model, whole(adapters, {"base": base})))))(params)
+    return program.paid_by(params)
+
+
+def _built(experiment: Experiment) -> tuple[Program, Any]:
+    """`_with_weights` of its program, paid by the reward model that has been trained for it, if it has one."""
+    program, params = _with_weights(build(experiment))
+    source = experiment.reward_from
+    judges = None if source is None else _params_of(load_states(source.path)[1], source, experiment)
+    return _paid(program, judges), params
+
+
+def _check_params(experiment: Experiment, params: Any) -> Any:
+    """Those of ``params [lanes, ...]`` that the agent begins with: a value head that it has no use for is left.
+
+    Raises:
+      InputError: they are others than it trains, with the first that differs.
+    """
     agent = lane_agent(experiment, 0)
-    if "params" not in inspect.signature(agent.init).parameters:
+    if agent.begins_with is None:
         raise InputError(f"start_from: {experiment.algo_name} cannot start from parameters that were trained before")
-    own = jax.eval_shape(agent.init, jax.random.key(0)).params
+    own = jax.eval_shape(agent.begins_with, jax.random.key(0))
+    if isinstance(own, dict) and isinstance(params, dict) and own.keys() < params.keys():
+        params = {name: params[name] for name in own}
     sides = [
         {jax.tree_util.keystr(path): tuple(leaf.shape[skip:]) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
         for tree, skip in ((own, 0), (params, 1))
@@ -150,6 +186,7 @@ def _check_params(experiment: Experiment, params: Any) -> None:
             raise InputError(
                 f"start_from: parameter {name} is {shapes}, here and there; give both the same [model] and env_params"
             )
+    return params
 
 
 def _begin(program: Program, params: Any) -> Any:
@@ -160,11 +197,18 @@ def _begin(program: Program, params: Any) -> Any:
 
 
 def _train(
-    experiment: Experiment, path: Path, info: dict[str, Any], say: Listener, argv: list[str], start: Callable[[], Any]
+    experiment: Experiment,
+    path: Path,
+    info: dict[str, Any],
+    say: Listener,
+    argv: list[str],
+    start: Callable[[], Any],
+    judge: Callable[[], Any],
 ) -> Result:
     clock = time.perf_counter
     began = clock()
     program, pretrained = _with_weights(build(experiment))
+    program = _paid(program, judge())
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.toml").write_text(experiment.to_toml())
     checkpoints = Checkpoints(path / "checkpoints")
@@ -338,7 +382,7 @@ def _say(
 ) -> tuple[Program, int, traces.Transcript, int]:
     """``(program, number of the checkpoint, numpy Transcript [lanes, episodes * samples], seed)``."""
     experiment = load_run(path)
-    program, _ = _with_weights(build(experiment))
+    program, _ = _built(experiment)
     transcribe = program.transcriber(episodes, greedy, samples)
     if transcribe is None:
         raise InputError(f"{path}: {experiment.algo_name} on {experiment.env} says nothing: it is no language model")
@@ -452,9 +496,10 @@ def train(experiment: Experiment) -> tuple[Any, dict[str, Array], Evaluation]:
       ``(states, {metric: [lanes, chunks]}, Evaluation [lanes, episodes] of the final policies)``.
     """
     program, params = _with_weights(build(experiment))
+    if experiment.reward_from is not None:
+        program = _paid(program, _params_of(train(experiment.reward_from)[0], experiment.reward_from, experiment))
     if experiment.start_from is not None:
-        params = _params_of(train(experiment.start_from)[0], experiment)
-        _check_params(experiment, params)
+        params = _check_params(experiment, _params_of(train(experiment.start_from)[0], experiment.start_from, experiment))
 
     @jax.jit
     def whole(lanes):

@@ -16,9 +16,8 @@ from jax import Array
 
 from rljax.agents import Agent
 from rljax.agents.base import whole
-from rljax.agents.on_policy import first_episodes
-from rljax.envs import Environment, group
-from rljax.envs.tokens import TokenEnvironment
+from rljax.agents.on_policy import contexts, first_episodes
+from rljax.envs import group
 
 VERSION = 1
 
@@ -48,21 +47,17 @@ class Transcript(struct.PyTreeNode):
 
 
 def transcribe(
-    agent: Agent, env: Environment, state: Any, key: Array, episodes: int, greedy: bool, data: Any, samples: int = 1
+    agent: Agent, env: Any, state: Any, key: Array, episodes: int, greedy: bool, data: Any, samples: int = 1
 ) -> Transcript:
-    """Plays ``samples`` episodes of a language model from each of ``episodes`` prompts. Pure and traceable.
+    """Plays ``samples`` episodes of a language model from each of ``episodes`` prompts of a `TokenEnvironment`. Pure.
 
     Those of a prompt are adjacent.
     """
-    assert agent.policy is not None and isinstance(env, TokenEnvironment)
-    prompt, params = env.task.prompt_length, whole(state.params, data)
+    assert agent.policy is not None
+    params = whole(state.params, data)
     played = first_episodes(agent.policy, group(env, episodes, samples), params, key, env.max_tokens, greedy)
     output = agent.policy.unroll(params, agent.policy.start(params, played.first), played.starts)
     mask, info = played.mask, played.transitions.info
-    place = jnp.arange(env.observation_space.length) - prompt
-    context = played.timesteps.observation[-1]
-    # What every episode had said when it ended is still there at the end of the last one.
-    context = jnp.where(place < mask.sum(0)[:, None], context, -1)
 
     def at_last(x: Array) -> Array:
         return jnp.where(played.last, x, jnp.zeros_like(x)).sum(0)
@@ -71,7 +66,7 @@ def transcribe(
         return jnp.where(mask, x, 0.0).swapaxes(0, 1)
 
     return Transcript(
-        context=context,
+        context=contexts(played, env.observation_space),
         log_prob=said(output.distribution.log_prob(played.samples)),
         behaviour_log_prob=said(output.distribution.behaviour_log_prob(played.samples)),
         forced=(mask & info["forced"]).swapaxes(0, 1),
@@ -83,7 +78,7 @@ def transcribe(
     )
 
 
-def rows(transcript: Transcript, env: TokenEnvironment, lanes: list[dict[str, Any]], step: int) -> list[dict[str, Any]]:
+def rows(transcript: Transcript, env: Any, lanes: list[dict[str, Any]], step: int) -> list[dict[str, Any]]:
     """One dict an episode, of a `Transcript` whose leaves are numpy ``[lanes, N, ...]``."""
     prompt, tokenizer = env.task.prompt_length, env.tokenizer
     result = []

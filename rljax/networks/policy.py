@@ -46,6 +46,27 @@ class Policy(NamedTuple):
     unroll: Callable[[Any, Any, TimeStep], PolicyOutput]
 
 
+def with_critic(policy: Policy, critic: Policy) -> Policy:
+    """A policy whose value is another network's, with parameters of its own under "critic". `Policy.step` gives no value."""
+
+    def init(key: Array, timestep: TimeStep) -> Any:
+        policy_key, critic_key = jax.random.split(key)
+        return {**policy.init(policy_key, timestep), "critic": critic.init(critic_key, timestep)}
+
+    def start(params: Any, timestep: TimeStep) -> Any:
+        return policy.start(params, timestep), critic.start(params["critic"], timestep)
+
+    def step(params: Any, carry: Any, timestep: TimeStep) -> tuple[Any, PolicyOutput]:
+        own, output = policy.step(params, carry[0], timestep)
+        return (own, carry[1]), output
+
+    def unroll(params: Any, carry: Any, timesteps: TimeStep) -> PolicyOutput:
+        value = critic.unroll(params["critic"], carry[1], timesteps).value
+        return policy.unroll(params, carry[0], timesteps).replace(value=value)
+
+    return Policy(init, start, step, unroll)
+
+
 def as_features(observation: Array, num_categories: int) -> Array:
     """Float32 network input; ``num_categories`` of Discrete or Tokens, which become one-hot (no token: zeros), 0 for a Box."""
     if num_categories:

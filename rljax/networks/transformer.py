@@ -124,8 +124,13 @@ def init_params(model: Transformer, key: Array, vocab: int, has_value: bool = Fa
     if not model.tied:
         params["head"] = normal((vocab, model.width))
     if has_value:
-        params["value"] = {"kernel": jnp.zeros((model.width, 1)), "bias": jnp.zeros(1)}
+        params["value"] = init_value(model)
     return params
+
+
+def init_value(model: Transformer) -> dict[str, Array]:
+    """A value head: zero, for every state."""
+    return {"kernel": jnp.zeros((model.width, 1)), "bias": jnp.zeros(1)}
 
 
 def init_adapters(model: Transformer, key: Array) -> dict[str, Any]:
@@ -378,7 +383,9 @@ def transformer(
 
     def init(key: Array, timestep: TimeStep) -> dict[str, Any]:
         del timestep
-        return init_adapters(model, key) if model.lora_rank else init_params(model, key, vocab, has_value)
+        if not model.lora_rank:
+            return init_params(model, key, vocab, has_value)
+        return init_adapters(model, key) | ({"value": init_value(model)} if has_value else {})
 
     def start(params: dict[str, Any], timestep: TimeStep) -> dict[str, Any]:
         tokens = timestep.observation[::group_size, : prompt - 1]

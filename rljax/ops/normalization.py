@@ -93,7 +93,19 @@ def whiten(values: Array, mask: Array | None = None, eps: float = 1e-8) -> Array
     return centred / (jnp.sqrt(jnp.square(centred).sum() / count) + eps)
 
 
-def explained_variance(values: Array, targets: Array) -> Array:
-    """``1 - Var(targets - values) / Var(targets)``, scalar; 0 where the targets do not vary."""
-    variance = jnp.where(targets.max() > targets.min(), targets.var(), 0.0)
-    return jnp.where(variance > 0, 1.0 - (targets - values).var() / jnp.where(variance > 0, variance, 1.0), 0.0)
+def explained_variance(values: Array, targets: Array, mask: Array | None = None) -> Array:
+    """``1 - Var(targets - values) / Var(targets)``, scalar, over the elements of ``mask``; 0 where the targets do not vary."""
+    highest = jnp.max(targets, where=mask, initial=-jnp.inf)
+    lowest = jnp.min(targets, where=mask, initial=jnp.inf)
+    variance = jnp.where(highest > lowest, jnp.var(targets, where=mask), 0.0)
+    return jnp.where(variance > 0, 1.0 - jnp.var(targets - values, where=mask) / jnp.where(variance > 0, variance, 1.0), 0.0)
+
+
+def scale(values: Array, mask: Array, eps: float = 1e-8) -> Array:
+    """``values / (std + eps)`` over the elements of a bool ``mask``, with the biased variance; ``[...]``.
+
+    The mean is not taken off: what was positive stays so.
+    """
+    count = jnp.maximum(mask.sum(), 1)
+    mean = jnp.where(mask, values, 0.0).sum() / count
+    return values / (jnp.sqrt(jnp.where(mask, jnp.square(values - mean), 0.0).sum() / count) + eps)

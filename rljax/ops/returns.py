@@ -43,6 +43,7 @@ def gae(
     truncated: Array,
     discount: Array | float,
     lambda_: Array | float,
+    acts: Array | None = None,
 ) -> tuple[Array, Array]:
     """Generalised advantage estimation (Schulman et al. 2016, arXiv 1506.02438, eq. 11-16).
 
@@ -57,6 +58,9 @@ def gae(
       truncated: ``[T, ...]`` bool.
       discount: scalar in [0, 1].
       lambda_: scalar in [0, 1]; 0 gives the one-step advantage, 1 the Monte-Carlo one.
+      acts: ``[T, ...]`` bool, False where the step was not the policy's to choose. Such steps are part of the transition that the
+        last choice before them began: their rewards are its own, and neither discount nor lambda counts them. Their own results
+        mean nothing.
 
     Returns:
       ``(advantages, targets)``, both ``[T, ...]``, with ``targets = advantages + values``.
@@ -65,10 +69,33 @@ def gae(
       AssertionError: the arrays differ in shape.
     """
     chex.assert_equal_shape([rewards, values, next_values, terminated, truncated])
+    if acts is not None:
+        chex.assert_equal_shape([rewards, acts])
+        rewards, next_values, terminated, truncated = _between_choices(acts, rewards, next_values, terminated, truncated)
     alive, same = _flags(terminated, truncated)
     delta = rewards + _where(alive, discount * next_values) - values
-    advantages = _scan_back(jnp.zeros_like(delta[0]), delta, discount * lambda_ * same)
+    decay = discount * lambda_ * same
+    if acts is not None:
+        delta, decay = jnp.where(acts, delta, 0.0), jnp.where(acts, decay, 1.0)
+    advantages = _scan_back(jnp.zeros_like(delta[0]), delta, decay)
     return advantages, advantages + values
+
+
+def _between_choices(acts: Array, *transitions: Array) -> tuple[Array, Array, Array, Array]:
+    """``(rewards, next values, terminated, truncated)`` of the transitions from each choice to the next one, ``[T, ...]``."""
+
+    def backward(following, step):
+        next_acts, reward, next_value, terminated, truncated = step
+        goes_on = ~next_acts & ~(terminated | truncated)  # what follows belongs to this transition
+        until = (next_value, terminated, truncated)
+        until = jax.tree.map(lambda now, later: jnp.where(goes_on, later, now), until, following[1])
+        merged = (reward + jnp.where(goes_on, following[0], 0.0), until)
+        return merged, merged
+
+    next_acts = jnp.concatenate([acts[1:], jnp.ones_like(acts[:1])])
+    rewards, *until = jax.tree.map(lambda x: jnp.zeros_like(x[0]), transitions)
+    rewards, until = jax.lax.scan(backward, (rewards, tuple(until)), (next_acts, *transitions), reverse=True)[1]
+    return rewards, *until
 
 
 def lambda_returns(

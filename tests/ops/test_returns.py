@@ -1,5 +1,6 @@
 import itertools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -295,3 +296,28 @@ def test_everything_is_linear_in_rewards_and_values(seed, scale):
     scaled = ours(*(scale * x for x in arguments[:3]), *arguments[3:])
     for name, result in ours(*arguments).items():
         np.testing.assert_allclose(scaled[name], scale * result, rtol=1e-4, atol=1e-5)
+
+
+def test_gae_folds_forced_steps_into_the_transition_of_the_choice_before():
+    """Choices at 0 and 3; 1, 2 and 4 are forced, and the episode ends at 4. By hand with discount 1/2 and lambda 1/2: what is
+    left is a trajectory of two steps, of rewards 1 + 2 + 4 and 8 + 16."""
+    acts = jnp.asarray([True, False, False, True, False, True])
+    rewards = jnp.asarray([1.0, 2.0, 4.0, 8.0, 16.0, 32.0])
+    values = jnp.asarray([10.0, 99.0, 99.0, 20.0, 99.0, 5.0])
+    following = jnp.asarray([99.0, 99.0, 20.0, 99.0, 30.0, 7.0])
+    no = jnp.zeros(6, bool)
+    for kind, bootstrap in (("terminated", 0.0), ("truncated", 30.0)):
+        flags = {"terminated": no, "truncated": no, kind: no.at[4].set(True)}
+        advantages, targets = returns.gae(rewards, values, following, **flags, discount=0.5, lambda_=0.5, acts=acts)
+        last = 24.0 + 0.5 * bootstrap - 20.0
+        first = 7.0 + 0.5 * 20.0 - 10.0 + 0.25 * last
+        np.testing.assert_allclose(advantages[jnp.asarray([0, 3, 5])], [first, last, 32.0 + 3.5 - 5.0])
+        np.testing.assert_allclose(targets[0], first + 10.0)
+
+
+def test_gae_where_every_step_is_a_choice_is_gae():
+    keys = jax.random.split(jax.random.key(0), 5)
+    rewards, values, following = (jax.random.normal(k, (9, 4)) for k in keys[:3])
+    terminated, truncated = (jax.random.bernoulli(k, 0.2, (9, 4)) for k in keys[3:])
+    arguments = (rewards, values, following, terminated, truncated, 0.9, 0.8)
+    chex.assert_trees_all_close(returns.gae(*arguments), returns.gae(*arguments, acts=jnp.ones((9, 4), bool)))
