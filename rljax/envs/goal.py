@@ -15,8 +15,8 @@ MOVES = ((-1, 0), (0, 1), (1, 0), (0, -1))  # up, right, down, left
 class GoalGrid:
     """From one corner of an open square to the opposite one: 1 for the step that reaches the goal, which ends the episode.
 
-    Observation: the cell, ``row * size + column``. Action: up, right, down or left; a step off the grid stays where it is. d is the
-    distance to the goal in steps. Two terms can be added to the reward; `evaluated` has neither:
+    Observation: the cell, ``row * size + column``. Action: up, right, down or left; a step off the grid stays where it is. d
+    is the distance to the goal in steps. Two terms can be added to the reward; `evaluated` has neither:
 
     - ``approach_bonus`` for every step that lowers d. A step away costs nothing, so that going back and forth earns it for ever.
     - F = ``discount`` Phi(s') - Phi(s) with Phi(s) = -``potential`` d(s): potential-based shaping (Ng, Harada & Russell 1999,
