@@ -1,15 +1,17 @@
 """Keeps what the studies under experiments/studies/ measured, and writes the tables of docs/studies.md.
 
-    rljax run experiments/studies/reinforce_baselines.toml && rljax run experiments/studies/scaled_rewards.toml
-    python benchmarks/studies.py runs/reinforce_baselines/* runs/scaled_rewards/*      # add or replace runs, then write the page
-    python benchmarks/studies.py                                                       # write the page again
+    rljax run experiments/studies/scaled_rewards.toml && rljax run experiments/studies/shaping.toml
+    python benchmarks/studies.py runs/scaled_rewards/* runs/shaping/*      # add or replace studies, then write the page
+    python benchmarks/studies.py                                           # write the page again
 
-A study of static options is several runs. A file holds, for every setting and seed, the last evaluation and what the table needs.
+A study of static options is several runs. A file holds, for every setting and seed, the last evaluation, the
+last return of training and what else the table needs. A setting is named by the options that differ between settings.
 """
 
 import itertools
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +23,8 @@ from rljax.experiment.statistics import bootstrap_interval, iqm
 HERE = Path(__file__).parent / "results"
 PAGE = Path(__file__).parent.parent / "docs" / "studies.md"
 RETURNS = (20, 50, 100, 200, 400)  # of training: where policies are about as good, gradients can be compared
+# Studies whose evaluations measure a share of episodes, and its name. A seed's is often 0 or 1: an IQM would drop the rarer one.
+SHARES = {"shaping": "goal share"}
 
 
 def collect(paths: list[str]) -> None:
@@ -31,17 +35,25 @@ def collect(paths: list[str]) -> None:
             experiment.name, {"env": experiment.env, "steps": int(run.eval_steps[-1]), "versions": {}, "settings": {}}
         )
         study["versions"] = {key: files.info["versions"][key] for key in ("python", "rljax", "jax")}
-        static = {"algo.baseline": getattr(experiment.algo, "baseline", None)}
-        static["algo.normalize_rewards"] = getattr(experiment.algo, "normalize_rewards", None)
+        static = {key: getattr(experiment.algo, key, None) for key in ("baseline", "normalize_rewards")}
         for lane, returns in zip(run.lanes, run.eval_returns, strict=True):
-            swept = {key: value for key, value in lane.items() if key not in ("lane", "seed")}
-            options = {key.split(".")[-1]: value for key, value in {**static, **swept}.items() if value is not None}
-            label = ", ".join(f"{key} {str(value).lower()}" for key, value in options.items())
+            swept = {key.split(".")[-1]: value for key, value in lane.items() if key not in ("lane", "seed")}
             rows = [row for row in files.rows if row["lane"] == lane["lane"]]
-            study["settings"].setdefault(label, []).append(
-                {"seed": lane["seed"], "return": round(float(returns[-1]), 4), "variance": variances(rows)}
+            training = [row["episode/return"] for row in rows if row.get("episode/return") is not None]
+            study["settings"].setdefault(tuple({**static, **swept}.items()), []).append(
+                {
+                    "seed": lane["seed"],
+                    "return": round(float(returns[-1]), 4),
+                    "training": round(training[-1], 4),
+                    "variance": variances(rows),
+                }
             )
     for name, study in studies.items():
+        constant = set.intersection(*map(set, study["settings"]))
+        study["settings"] = {
+            ", ".join(f"{key} {str(value).lower()}" for key, value in options if (key, value) not in constant): seeds
+            for options, seeds in study["settings"].items()
+        }
         (HERE / f"study_{name}.json").write_text(json.dumps(study, indent=1) + "\n")
 
 
@@ -56,16 +68,19 @@ def variances(rows: list[dict]) -> list[float | None]:
     return [float(np.mean(values)) if values else None for values in seen]
 
 
-def table(study: dict) -> list[str]:
+def table(name: str, study: dict) -> list[str]:
     has_variance = any(any(seed["variance"]) for seeds in study["settings"].values() for seed in seeds)
-    bands = [f"variance at {low} to {high}" for low, high in itertools.pairwise(RETURNS)] if has_variance else []
-    lines = [f"| setting | seeds | return, IQM [95%] |{''.join(f' {band} |' for band in bands)}"]
-    lines += ["|---|---|---|" + "---|" * len(bands)]
+    has_training = all("training" in seed for seeds in study["settings"].values() for seed in seeds)
+    heads = ["setting", "seeds", f"{SHARES[name]}, mean [95%]" if name in SHARES else "return, IQM [95%]"]
+    heads += ["training return, IQM [95%]"] * has_training
+    heads += [f"variance at {low} to {high}" for low, high in itertools.pairwise(RETURNS)] * has_variance
+    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     for label, seeds in study["settings"].items():
-        final = np.array([seed["return"] for seed in seeds])
-        low, high = bootstrap_interval(final)
-        cells = [label, str(len(seeds)), f"{iqm(final):.1f} [{low:.1f}, {high:.1f}]"]
-        for band in range(len(bands)):
+        final = [seed["return"] for seed in seeds]
+        cells = [label, str(len(seeds)), interval(final, np.mean, 2) if name in SHARES else interval(final, iqm, 1)]
+        if has_training:
+            cells.append(interval([seed["training"] for seed in seeds], iqm, 2))
+        for band in range(len(RETURNS) - 1) if has_variance else ():
             values = [seed["variance"][band] for seed in seeds if seed["variance"][band] is not None]
             cells.append(f"{np.median(values):,.0f} ({len(values)} seeds)" if values else "-")
         lines.append("| " + " | ".join(cells) + " |")
@@ -73,14 +88,20 @@ def table(study: dict) -> list[str]:
     return [*lines, "", f"{study['env']}, {study['steps']:,} steps a seed; {versions}."]
 
 
+def interval(scores: list[float], statistic: Callable, digits: int) -> str:
+    low, high = bootstrap_interval(scores, statistic)
+    return f"{statistic(np.array(scores)):.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
+
+
 def write_page() -> None:
     """Puts each study's table after its marker ``<!-- name -->``, up to the next heading."""
     text = PAGE.read_text()
     for path in sorted(HERE.glob("study_*.json")):
-        marker = f"<!-- {path.stem.removeprefix('study_')} -->"
+        name = path.stem.removeprefix("study_")
+        marker = f"<!-- {name} -->"
         head, _, rest = text.partition(marker)
         _, heading, tail = rest.partition("\n## ")
-        text = head + marker + "\n\n" + "\n".join(table(json.loads(path.read_text()))) + "\n" + heading + tail
+        text = head + marker + "\n\n" + "\n".join(table(name, json.loads(path.read_text()))) + "\n" + heading + tail
     PAGE.write_text(text)
 
 

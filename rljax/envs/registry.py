@@ -15,6 +15,7 @@ from rljax.envs.base import Environment, check
 from rljax.envs.wrappers import ScaleReward, SelectObservation, TimeLimit
 
 OWN = {
+    "GoalGrid": "rljax.envs.goal:GoalGrid",
     "StatelessCartPole": "rljax.envs.registry:stateless_cartpole",
     "TicTacToe": "rljax.envs.tictactoe:TicTacToe",
     "text": "rljax.lm.text:text",
