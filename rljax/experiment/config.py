@@ -412,7 +412,7 @@ def _source(name: str, entries: dict[str, tuple[Any, str]], experiment: Experime
         except InputError as error:
             raise InputError(f"{origin}: {name}: {error}") from error
     if not is_run:
-        source = dataclasses.replace(source, seeds=experiment.seeds, out=experiment.out)
+        source = _beside(source, experiment)
     if source.sweep:
         raise InputError(
             f"{origin}: {name}: {source.name} sweeps {', '.join(source.sweep)}; lanes are told apart by their seeds alone"
@@ -420,6 +420,12 @@ def _source(name: str, entries: dict[str, tuple[Any, str]], experiment: Experime
     if missing := set(experiment.seeds) - set(source.seeds):
         raise InputError(f"{origin}: {name}: {source.name} has no lane of seed {min(missing)}")
     return source
+
+
+def _beside(source: Experiment, experiment: Experiment) -> Experiment:
+    """``source``, and what it needs itself, on the seeds and in the place of ``experiment``."""
+    own = {key: _beside(inner, experiment) for key in SOURCES if (inner := getattr(source, key)) is not None}
+    return dataclasses.replace(source, seeds=experiment.seeds, out=experiment.out, **own)
 
 
 def _top_fields() -> dict[str, dataclasses.Field[Any]]:

@@ -237,13 +237,19 @@ def host_reward(
     return reward
 
 
-def load_jsonl(path: str | Path, *, required: Sequence[str] = ("answer",)) -> list[dict[str, Any]]:
+def load_jsonl(
+    path: str | Path,
+    *,
+    required: Sequence[str] = ("answer",),
+    each: Callable[[dict[str, Any], str], dict[str, Any]] = lambda row, place: row,
+) -> list[dict[str, Any]]:
     """Rows of a JSON Lines file: ``prompt`` (text) or ``messages`` (``{"role", "content"}`` each), ``answer``, further columns.
 
     An answer that is a number becomes its text. Empty lines are skipped.
 
     Args:
       required: the columns that every row must have beside its prompt.
+      each: called with a row and its place, ``"FILE, line N"``; what it returns is kept.
 
     Raises:
       ValueError: what is wrong, with the file, the number of the line and the key.
@@ -280,7 +286,7 @@ def load_jsonl(path: str | Path, *, required: Sequence[str] = ("answer",)) -> li
         answer = row.get("answer", "")
         if isinstance(answer, bool) or not isinstance(answer, str | int | float):
             raise ValueError(f"{place}: answer must be text or a number, got {answer!r}")
-        rows.append({**row, "answer": str(answer)} if "answer" in row else row)
+        rows.append(each({**row, "answer": str(answer)} if "answer" in row else row, place))
     if not rows:
         raise ValueError(f"{path} holds no rows")
     return rows

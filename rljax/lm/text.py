@@ -21,7 +21,7 @@ import numpy as np
 from jax import Array
 
 from rljax.envs.tokens import Problem, TokenEnvironment
-from rljax.lm import automata, fetch, graders
+from rljax.lm import automata, fetch, graders, pairs
 from rljax.lm.packing import Packed, pack
 from rljax.lm.tokenizer import Tokenizer
 
@@ -34,16 +34,27 @@ class TextTask:
       prompt_length: of the longest prompt, in tokens.
       max_tokens: as given.
       components: of the grader.
+      preferences: pairs as arrays, see `rljax.lm.pairs.encode_pairs`; None without any.
     """
 
     def __init__(
-        self, rows: Sequence[Mapping[str, Any]], tokenizer: Any, grader: graders.Grader, max_tokens: int, system: str = ""
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        tokenizer: Any,
+        grader: graders.Grader,
+        max_tokens: int,
+        system: str = "",
+        chosen: Sequence[Mapping[str, Any]] = (),
     ):
         """
         Args:
           rows: see `rljax.lm.graders.load_jsonl`. ``messages`` go through the chat template of the tokenizer, and so does
             ``prompt`` where there is a ``system`` message; else it is taken as it stands.
           system: said before the first message.
+          chosen: preference pairs, see `rljax.lm.pairs.load_pairs`.
+
+        Raises:
+          ValueError: a pair that is longer than the prompts, or than ``max_tokens``.
         """
         self.tokenizer, self.rows, self.max_tokens = tokenizer, list(rows), max_tokens
         self.components = grader.component_names
@@ -58,6 +69,8 @@ class TextTask:
         self._prompts, self._answers = padded, answers
         self._examples = [(ids, [int(t) for t in answer if t >= 0]) for ids, answer in zip(prompts, answers, strict=True)]
         self._reward = graders.host_reward(grader, self._item)
+        asked = [tokenizer.encode(self.prompt_text(pair, system)) for pair in chosen]
+        self.preferences = pairs.encode_pairs(chosen, asked, tokenizer, self.prompt_length, max_tokens) if chosen else None
 
     def packed(self, length: int) -> Packed:
         """All rows with their answers, packed for fine-tuning."""
@@ -133,6 +146,7 @@ class HostTool:
 
 def text(
     file: str = "",
+    preferences: str = "",
     tokenizer: str = "smollm2",
     max_tokens: int = 64,
     system: str = "",
@@ -147,6 +161,8 @@ def text(
 
     Args:
       file: JSON lines, or ``reasoning_gym:NAME``, of which ``size`` items are made from ``data_seed``.
+      preferences: JSON lines of pairs, see `rljax.lm.pairs.load_pairs`. Without a ``file`` theirs are the prompts, and the chosen
+        completions the answers, graded by exact match unless ``grader`` says otherwise.
       tokenizer: a model's name or place.
       system: said before each prompt, by the chat template.
       grader: a table; that of a reasoning-gym task is its own scorer by default.
@@ -155,18 +171,20 @@ def text(
     Raises:
       ValueError: no file, no grader, both limits, or what the parts of them object to; names the key.
     """
-    if not file:
+    if not (file or preferences):
         raise ValueError('env_params.file: name a file of JSON lines with prompt and answer, or "reasoning_gym:NAME"')
     if regex and choices:
         raise ValueError("env_params.regex and env_params.choices: set one of them")
     name = file.removeprefix("reasoning_gym:")
     if grader is None and name != file:
         grader = {"type": "reasoning_gym", "dataset": name}
+    if grader is None and not file:
+        grader = {"type": "exact"}
     if not isinstance(grader, Mapping):
         raise ValueError('env_params.grader: say how completions are graded, as in grader = { type = "exact" }')
     if choices is not None and not choices:
         raise ValueError("env_params.choices holds none: list what a completion may be, or leave it out")
-    where = json.dumps([file, tokenizer, max_tokens, system, grader, size, data_seed], sort_keys=True)
+    where = json.dumps([file, preferences, tokenizer, max_tokens, system, grader, size, data_seed], sort_keys=True)
     task = _task(where)
     with _of("env_params.regex" if regex else "env_params.choices"):
         automaton = _automaton(tokenizer, regex, tuple(choices or ()))
@@ -189,15 +207,21 @@ def _tokenizer(model: str) -> Any:
 
 @functools.lru_cache(maxsize=4)
 def _task(where: str) -> TextTask:
-    file, tokenizer, max_tokens, system, grader, size, data_seed = json.loads(where)
+    file, preferences, tokenizer, max_tokens, system, grader, size, data_seed = json.loads(where)
     name = file.removeprefix("reasoning_gym:")
+    with _of("env_params.preferences"):
+        chosen = pairs.load_pairs(preferences) if preferences else []
+        rows = [{**{k: pair[k] for k in ("prompt", "messages") if k in pair}, "answer": pair["chosen"]} for pair in chosen]
     with _of("env_params.file"):
-        rows = graders.load_jsonl(file) if name == file else graders.reasoning_gym_items(name, size, data_seed)
+        rows = (
+            rows if not file else graders.load_jsonl(file) if name == file else graders.reasoning_gym_items(name, size, data_seed)
+        )
     with _of("env_params.tokenizer"):
         reads = _tokenizer(tokenizer)
     with _of("env_params.grader"):
         rewards = graders.make_grader(grader)
-    return TextTask(rows, reads, rewards, max_tokens, system)
+    with _of("env_params.preferences"):
+        return TextTask(rows, reads, rewards, max_tokens, system, chosen)
 
 
 @functools.lru_cache(maxsize=4)

@@ -1,0 +1,167 @@
+"""PPO on tokens: the leash by hand and at its exact optimum, forced tokens, the value head and what options refuse."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import rljax
+from rljax.agents import ppo
+from rljax.agents.on_policy import first_episodes
+from rljax.envs import vectorize
+from rljax.envs.tokens import TokenEnvironment
+from rljax.envs.wrappers import LearnedReward
+from rljax.lm.tasks import Calculator
+from rljax.networks import Transformer, transformer
+from tests.agents.lookup import ENV, LEAVES, MODEL, T, log_probs, padded, reward_of
+from tests.agents.test_grpo_tokens import OneQuestion, params_like
+
+
+def config(**changes):
+    plain = dict(model=MODEL, num_envs=16, num_minibatches=1, num_epochs=1, entropy_coef=0.0, discount=1.0, gae_lambda=1.0)
+    return ppo.Config(**{**plain, **changes})
+
+
+def leaf_probabilities(params, model=MODEL):
+    tokens, mask = padded(LEAVES)
+    return jnp.exp(jnp.where(mask, log_probs(params, tokens, model=model), 0.0).sum(0))
+
+
+@pytest.mark.parametrize("value_network", ["shared", "separate"])
+@pytest.mark.parametrize("beta", [0.5, 2.0])
+def test_the_leash_ends_at_the_tilted_reference(beta, value_network):
+    """The best policy under ``E[r] - beta KL(pi || ref)`` is ``ref exp(r / beta) / Z`` (Ziegler et al. 2019, section 2)."""
+    model = Transformer(layers=1, width=32, heads=2, mlp=64)
+    agent = rljax.make_agent(
+        config(
+            model=model, num_envs=256, num_minibatches=4, num_epochs=2, learning_rate=3e-3, kl_coef=beta, gae_lambda=0.95,
+            value_network=value_network, learning_rate_schedule="linear", anneal_steps=300.0 * 256 * T,
+        ),
+        ENV,
+    )  # fmt: skip
+
+    @jax.jit
+    def train(key):
+        start = params_like(jax.eval_shape(agent.begins_with, key), scale=0.3)
+        state = agent.init(key, params=start)
+        return start, jax.lax.scan(lambda state, _: agent.step(state), state, length=300)
+
+    start, (state, metrics) = train(jax.random.key(0))
+    reference, reached = leaf_probabilities(start, model), leaf_probabilities(state.params, model)
+    rewards = jnp.asarray([reward_of(leaf) for leaf in LEAVES])
+    best = reference * jnp.exp(rewards / beta)
+    best = best / best.sum()
+    before, after = (0.5 * float(jnp.abs(p - best).sum()) for p in (reference, reached))
+    assert after < 0.05 < before
+    exact = float((reached * jnp.log(reached / reference)).sum())
+    assert float(metrics["kl_reference/episode"][-20:].mean()) == pytest.approx(exact, abs=0.05)
+    assert float(metrics["explained_variance"][-20:].mean()) > 0.5
+
+
+def test_before_the_first_update_the_ratio_is_one_and_the_kl_zero():
+    agent = rljax.make_agent(config(kl_coef=0.3, num_epochs=2, num_minibatches=2), ENV)
+    _, metrics = jax.jit(agent.step)(agent.init(jax.random.key(0)))
+    assert float(metrics["ratio_error"]) < 1e-5
+    for name in ("k1", "k2", "k3", "episode"):
+        assert float(metrics[f"kl_reference/{name}"]) == 0.0
+    assert float(metrics["kl_coef"]) == pytest.approx(0.3)
+
+
+def test_a_longer_leash_lets_the_policy_go_further():
+    @jax.jit
+    def train(beta):
+        agent = rljax.make_agent(config(kl_coef=beta, num_envs=64, learning_rate=3e-3, num_epochs=4), ENV)
+        return jax.lax.scan(lambda state, _: agent.step(state), agent.init(jax.random.key(0)), length=60)[1]
+
+    kls = [float(train(beta)["kl_reference/episode"][-10:].mean()) for beta in (0.1, 1.0, 10.0)]
+    assert kls[0] > kls[1] > kls[2] >= -0.01
+
+
+def test_the_leash_is_steered_to_its_target():
+    agent = rljax.make_agent(
+        config(kl_coef=0.01, kl_target=0.1, kl_horizon=300.0, num_envs=64, learning_rate=3e-3, num_epochs=4), ENV
+    )
+    train = jax.jit(lambda state: jax.lax.scan(lambda state, _: agent.step(state), state, length=300))
+    _, metrics = train(agent.init(jax.random.key(0)))
+    first = metrics["kl_coef"][0] * (1 + np.clip(metrics["kl_reference/episode"][0] / 0.1 - 1, -0.2, 0.2) * 64 / 300)
+    assert float(metrics["kl_coef"][1]) == pytest.approx(float(first), rel=1e-5)
+    assert float(metrics["kl_reference/episode"][-100:].mean()) == pytest.approx(0.1, abs=0.05)
+
+
+def test_the_value_of_a_separate_network_leaves_the_policy_alone():
+    """With nothing to learn for the policy, the value loss moves a shared trunk and not another network's policy."""
+
+    class PaysOne(TokenEnvironment):
+        def step(self, key, state, action):
+            state, timestep = super().step(key, state, action)
+            return state, timestep.replace(reward=jnp.where(timestep.done, 1.0, 0.0))
+
+    env = PaysOne(ENV.task, truncated_counts=True, limit_terminates=True)
+    for value_network, moves in (("shared", True), ("separate", False)):
+        agent = rljax.make_agent(config(value_network=value_network, whiten_advantages="minibatch", gae_lambda=0.0), env)
+        state = agent.init(jax.random.key(0))
+        state = state.replace(params=params_like(state.params))
+        after = jax.jit(agent.step)(dataclasses.replace(state, params=state.params))[0]
+        head = "value" if value_network == "shared" else "critic"
+        changed = jax.tree.map(lambda a, b: bool(jnp.any(a != b)), state.params[head], after.params[head])
+        assert any(jax.tree.leaves(changed))
+        assert moves or value_network == "separate"
+
+
+def test_tokens_of_a_tool_count_for_nothing():
+    """What the calculator says is no choice: no gradient, no KL, and the value of a state inside its answer is never taught."""
+    task = OneQuestion(2, 1.0)
+    env = TokenEnvironment(task, tool=Calculator(task))
+    agent = rljax.make_agent(config(num_envs=8, kl_coef=0.1), env)
+    state = agent.init(jax.random.key(0))
+    policy = transformer(MODEL, env.observation_space, has_value=True)
+    episodes = jax.jit(lambda: first_episodes(policy, vectorize(env, 8), state.params, jax.random.key(1), env.max_tokens))()
+    forced = np.asarray(episodes.mask & episodes.transitions.info["forced"])
+    assert not np.any(np.asarray(episodes.choices) & forced)
+    np.testing.assert_array_equal(np.asarray(episodes.choices) | forced, np.asarray(episodes.mask))
+
+
+def test_parameters_that_were_trained_before_keep_what_they_say():
+    for value_network in ("shared", "separate"):
+        agent = rljax.make_agent(config(value_network=value_network), ENV)
+        start = params_like(jax.eval_shape(agent.begins_with, jax.random.key(0)))
+        state = agent.init(jax.random.key(1), params=start)
+        np.testing.assert_array_equal(leaf_probabilities(state.params), leaf_probabilities(start))
+        if value_network == "separate":
+            np.testing.assert_array_equal(state.params["critic"]["embed"], start["embed"])
+
+
+def test_a_learned_reward_pays_at_the_end_or_for_each_token():
+    whole = LearnedReward(ENV, lambda context, lengths: lengths.astype(jnp.float32))
+    each = LearnedReward(ENV, lambda context, lengths: jnp.ones((T, context.shape[0])))
+    policy = transformer(MODEL, ENV.observation_space)
+    params = policy.init(jax.random.key(0), jax.vmap(ENV.reset)(jax.random.key(0)[None])[1])
+    for env in (whole, each):
+        episodes = jax.jit(lambda env=env: first_episodes(policy, vectorize(env, 32), params, jax.random.key(2), T))()
+        lengths = episodes.mask.sum(0)
+        assert len(set(lengths.tolist())) > 1
+        np.testing.assert_array_equal(episodes.returns, lengths)
+        paid = np.asarray(episodes.transitions.reward) != 0
+        np.testing.assert_array_equal(paid, episodes.mask if env is each else episodes.last)
+        gold = [reward_of(tuple(said[:n])) for said, n in zip(episodes.samples.T.tolist(), lengths.tolist(), strict=True)]
+        at_last = np.where(episodes.last, episodes.transitions.info["reward/exact"], 0.0).sum(0)
+        np.testing.assert_allclose(at_last, gold, rtol=1e-6)
+        assert env.evaluated is ENV
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (dict(kl_target=0.1), "kl_coef"),
+        (dict(normalize_observations=True), "normalize_observations"),
+        (dict(normalize_rewards=True), "normalize_rewards"),
+        (dict(num_envs=6, num_minibatches=4), "num_minibatches"),
+        (dict(model=None, network="mlp", kl_coef=0.1), "kl_coef"),
+        (dict(model=None, value_network="separate"), "value_network"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options, words):
+    with pytest.raises(ValueError, match=f"algo.{words}"):
+        rljax.make_agent(config(**options), ENV)
