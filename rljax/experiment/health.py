@@ -28,7 +28,7 @@ ENTROPY_LEFT_IDLE = 0.05
 DENSITY_LOST = 4.0
 # Nats: the likeliest of two actions has a probability above 0.9999, so that hardly a sample in a chunk is another one.
 ENTROPY_NONE = 0.001
-# Nats, new against old policy in one update: 0.01 to 0.07 in runs that learn; every run above 0.2 ended far below its neighbours.
+# Nats, new against old policy in one update: 0.01 to 0.07 in runs that learn; those above 0.2 ended below their neighbours.
 KL_UPDATE = 0.2
 # Nats a step to the reference: GRPO reaches 1.1 on the way from three sums in ten to all of them. From 3 on the typical token is
 # twenty times as likely as the reference has it, and what the reference knew is gone.
@@ -43,8 +43,8 @@ GOLD_FULL = 0.95
 FLAT = 0.95
 # Share of episodes. A grader may time out once in a while; one in a hundred is a pattern.
 INVALID = 0.01
-# Largest distance from 1 by rounding: two orders of summation differ by up to 1e-3 in a transformer in float32. A product of
-# bfloat16 factors has three digits less.
+# Largest distance from 1 by rounding: two orders of summation differ by up to 1e-3 in a transformer in float32. Factors in
+# bfloat16 have two to three digits instead of seven.
 RATIO = {"float32": 2e-3, "bfloat16": 0.1}
 
 
