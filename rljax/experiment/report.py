@@ -6,7 +6,6 @@ the seed: every mean, interval and range is over seeds, each of which is already
 """
 
 import base64
-import functools
 import io
 import json
 import math
@@ -21,7 +20,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rljax.experiment.statistics import bootstrap_interval, iqm
+from rljax.experiment.health import sentence
+from rljax.experiment.statistics import bootstrap_interval, bootstrap_intervals, iqm
 
 EVALUATION, TRAINING = "eval/return", "episode/return"
 ENOUGH_SEEDS = 5
@@ -30,9 +30,10 @@ BAND_RESAMPLES = 2_000
 # Okabe and Ito's colours, told apart by readers with any colour vision; their yellow is too faint on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 DASHES = ("-", "--", "-.", ":")
-# Health metrics in the order a reader checks them; any others that a run logs follow in alphabetical order.
-HEALTH = ("entropy", "kl", "clip_fraction", "explained_variance", "grad_norm", "loss/policy", "loss/value")
-HEALTH += ("episode/length",)
+# What must be read together, in the order in which a reader does; a name that ends in / stands for all that begin with it.
+HEALTH = (TRAINING, "episode/return_std", "reward/", "kl", "kl_reference/", "kl_coef", "entropy", "episode/length")
+HEALTH += ("episode/truncated", "unfinished", "flat_groups", "invalid", "ratio_error", "clip_fraction", "grad_norm")
+HEALTH += ("explained_variance",)
 RESULTS = ["setting", "seeds", "IQM", "95% interval", "mean", "range"]
 DETAILS = ("return_std", "length", "episodes", "unfinished")  # of an evaluation, beside its return
 CITATION_TITLE = "rljax: reinforcement learning research in JAX"
@@ -171,6 +172,7 @@ def _summarize(run: Run) -> dict[str, Any]:
         "note": None if metric == EVALUATION else "no evaluation rows: each seed's last training return stands in",
         "settings": settings,
         "best": max(scored, key=lambda setting: setting["iqm"])["label"] if scored and len(settings) > 1 else None,
+        "warnings": info.get("warnings"),
         "spread": _spread(min((len(setting["seeds"]) for setting in settings), default=0)),
         **{key: info.get(key) for key in kept},
     }
@@ -270,6 +272,11 @@ def _facts(summary: dict) -> list[tuple[str, str]]:
     return facts
 
 
+def _warnings(summary: dict) -> list[tuple[str, str]]:
+    lanes = sum(len(setting["seeds"]) + len(setting["failed"]) for setting in summary["settings"])
+    return [("warning", sentence(warning, lanes)) for warning in summary["warnings"] or []]
+
+
 def _costs(summary: dict) -> list[tuple[str, str]]:
     wall, compiling = _duration(summary["wall_seconds"]), _duration(summary["compile_seconds"])
     return [
@@ -288,7 +295,7 @@ def summary_text(summary: dict[str, Any]) -> str:
     for label, *cells in table:
         numbers = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
         lines.append("   ".join([f"{'*' if label == summary['best'] else ' '} {label:<{widths[0]}}", *numbers]))
-    facts = [f"  {name:<10}   {text}" for name, text in _facts(summary) + _costs(summary)]
+    facts = [f"  {name:<10}   {text}" for name, text in _facts(summary) + _warnings(summary) + _costs(summary)]
     return "\n".join([*lines, "", *facts])
 
 
@@ -322,9 +329,14 @@ def _curves(run: Run, settings: Iterable[dict], key: str) -> list[_Curve]:
     return curves if any(curve.seeds or curve.failed for curve in curves) else []
 
 
-@functools.lru_cache(maxsize=65_536)
-def _band(scores: tuple[float, ...]) -> tuple[float, float]:
-    return bootstrap_interval(scores, resamples=BAND_RESAMPLES)
+def _bands(scores: list[np.ndarray]) -> np.ndarray:
+    """[points, 2]: the 95% bootstrap interval over seeds at each point, whose seeds may be fewer than those of others."""
+    bands = np.full((len(scores), 2), np.nan)
+    counts = np.array([len(row) for row in scores])
+    for count in np.unique(counts[counts > 1]):
+        here = np.flatnonzero(counts == count)
+        bands[here] = bootstrap_intervals(np.stack([scores[i] for i in here]), resamples=BAND_RESAMPLES)
+    return bands
 
 
 def _aggregate(seeds: list[np.ndarray], points: int = 100) -> tuple[np.ndarray, list[np.ndarray]]:
@@ -345,7 +357,7 @@ def _thin(curves: Sequence[_Curve]) -> bool:
 
 
 def _draw(ax: Any, curves: Sequence[_Curve], health: bool = False) -> None:
-    """Draw curves. Health has no band, and its scale is not set by failed seeds, whose last values may be huge."""
+    """Draw curves. The scale of health is not set by failed seeds, whose last values may be huge."""
     styles = [(COLOURS[i % len(COLOURS)], DASHES[i // len(COLOURS) % len(DASHES)]) for i in range(len(curves))]
     for curve, (colour, dash) in zip(curves, styles, strict=True):
         if not curve.seeds:
@@ -353,9 +365,7 @@ def _draw(ax: Any, curves: Sequence[_Curve], health: bool = False) -> None:
         for seed in curve.seeds if _thin(curves) else []:
             ax.plot(*seed.T, color=colour, linewidth=0.6, alpha=0.35)
         steps, scores = _aggregate(curve.seeds)
-        if not health:
-            low, high = np.array([_band(tuple(row)) for row in scores]).T
-            ax.fill_between(steps, low, high, color=colour, alpha=0.18, linewidth=0)
+        ax.fill_between(steps, *_bands(scores).T, color=colour, alpha=0.18, linewidth=0)
         width = 1.2 if health else 1.8
         ax.plot(steps, [iqm(row) for row in scores], color=colour, linewidth=width, linestyle=dash, label=curve.label)
     limits = ax.get_ylim()
@@ -442,14 +452,20 @@ def write_curve(path: str | Path) -> Path | None:
     return _write(run.path / "curve.png", image)
 
 
-def _health_grid(run: Run, summary: dict) -> bytes | None:
-    """Every other metric of the run, a small panel each."""
-    known = {"step", "lane", "seed", TRAINING, "episode/count", *(run.info.get("sweep") or {})}
-    logged = {key for row in run.rows for key in row if key not in known and not key.startswith("eval/")}
-    keys = [key for key in HEALTH if key in logged] + sorted(logged.difference(HEALTH))
-    panels = [(key, curves) for key in keys if (curves := _curves(run, summary["settings"], key))]
-    if not panels:
-        return None
+def _grids(run: Run, summary: dict) -> list[tuple[str, list[_Curve], bytes]]:
+    """(heading, curves of the first panel, figure) of what belongs to health and of the run's other metrics, a panel each."""
+    known = {"step", "lane", "seed", "finite", "episode/count", *(run.info.get("sweep") or {})}
+    logged = sorted({key for row in run.rows for key in row if key not in known and not key.startswith("eval/")})
+    keys = [key for name in HEALTH for key in logged if key == name or (name[-1] == "/" and key.startswith(name))]
+    figures = []
+    for heading, of in (("Health", keys), ("Other metrics", [key for key in logged if key not in keys])):
+        panels = [(key, curves) for key in of if (curves := _curves(run, summary["settings"], key))]
+        if panels:
+            figures.append((heading, panels[0][1], _grid(panels)))
+    return figures
+
+
+def _grid(panels: Sequence[tuple[str, Sequence[_Curve]]]) -> bytes:
     rows = -(-len(panels) // 3)
     figure, axes = _figure(rows, 3, 10.0, 2.1 * rows + 0.4)
     for ax, (key, curves) in zip(axes, panels, strict=False):
@@ -590,11 +606,13 @@ def _section(run: Run, summary: dict, heading: str) -> str:
     found = [(key, _curves(run, settings, key)) for key in (EVALUATION, TRAINING)]
     panels = [(key, curves) for key, curves in found if curves]
     curve = _image(_learning_curve(panels, summary["random"]), _caption(panels[0][1])) if panels else ""
-    grid = _health_grid(run, summary)
+    grids = {name: _image(grid, f"{_caption(curves)}; against environment steps") for name, curves, grid in _grids(run, summary)}
+    warned = [] if summary["warnings"] is None else _warnings(summary) or [("warnings", "none")]
     parts = {
         "Results": _table(RESULTS, _result_rows(settings), summary["best"]) + _terms(_facts(summary)),
         "Seeds": _seed_table(summary),
-        "Health": _image(grid, "IQM over seeds against environment steps per seed") if grid else "",
+        "Health": (_terms(warned) if warned else "") + grids.pop("Health", ""),
+        **grids,
         "Samples": _samples(run),
         "Provenance": _provenance(run, summary),
         "Config": f"<pre>{escape(run.config)}</pre>",

@@ -25,8 +25,8 @@ from jax import Array
 
 from rljax.agents import Agent, make_agent
 from rljax.agents.base import whole
-from rljax.envs import Tokens, make_env
-from rljax.experiment import report, traces
+from rljax.envs import Box, Tokens, make_env
+from rljax.experiment import health, report, traces
 from rljax.experiment.checkpoint import Checkpoints, SaveError
 from rljax.experiment.config import Experiment, InputError, load
 from rljax.experiment.evaluation import Evaluation
@@ -242,6 +242,7 @@ def _train(
         "lanes": experiment.lanes(),
         "random": baseline,
         "failed": [],
+        "warnings": info.get("warnings", []) if done else [],
         **earlier,
     }
     _write_json(path / "run.json", info)
@@ -251,6 +252,24 @@ def _train(
         text = f"total_steps {steps_asked:,} is rounded up to {steps_done:,}: {program.env_steps:,} per update, "
         say({"event": "note", "text": text + f"updates in chunks of {program.updates_per_chunk}"})
 
+    space, model = program.env.action_space, getattr(experiment.algo, "model", None)
+    action_size = math.prod(space.shape) if isinstance(space, Box) else 0
+    dtype = "float32" if model is None else model.dtype
+
+    def warn(after: int) -> None:
+        """Says what the rows past ``after`` give cause for, and writes it down before: a killed run does not repeat it."""
+        said = {(warning["name"], lane) for warning in info["warnings"] for lane in warning["lanes"]}
+        found = [
+            {**warning._asdict(), "lanes": list(warning.lanes)}
+            for warning in health.warnings(metrics.rows, action_size, dtype, said, after)
+        ]
+        if found:
+            info["warnings"] = sorted([*info["warnings"], *found], key=lambda warning: warning["step"])
+            _write_json(path / "run.json", info)
+        for warning in found:
+            say({"event": "note", "text": f"warning: {health.sentence(warning, program.num_lanes)}"})
+
+    warn(after=-1)  # of rows that were kept, what a kill left unsaid
     per_chunk = program.updates_per_chunk * program.env_steps * program.num_lanes
     train_seconds, saved_at = earlier.get("train_seconds", 0.0), clock()
 
@@ -300,6 +319,7 @@ def _train(
                         f"{failure['step']:,}: {failure['reason']}; the other lanes go on",
                     }
                 )
+            warn(after=program.steps_at(done - 1))
             if done == program.num_chunks or clock() - saved_at >= experiment.checkpoint_seconds:
                 metrics.flush()
                 checkpoints.save(done, program.unpad(states))
@@ -571,11 +591,12 @@ def plan(experiment: Experiment) -> dict[str, Any]:
 
 
 class _Metrics:
-    """Appends rows to ``metrics.jsonl``; on resume first drops the rows past the checkpoint."""
+    """Appends rows to ``metrics.jsonl``; on resume first drops the rows past the checkpoint. ``rows`` are those of the file."""
 
     def __init__(self, path: Path, lanes: list[dict[str, Any]], last_step: int):
         self._lanes = lanes
         self.failed: list[dict[str, Any]] = []
+        self.rows: list[dict[str, Any]] = []
         kept = []
         if path.exists():
             for line in path.read_text().splitlines():
@@ -585,6 +606,7 @@ class _Metrics:
                     break  # half a line, from a kill while writing
                 if row["step"] <= last_step:
                     kept.append(line)
+                    self.rows.append(row)
                     self._note_failure(row)
         temporary = path.with_suffix(".tmp")
         temporary.write_text("".join(line + "\n" for line in kept))
@@ -615,7 +637,8 @@ class _Metrics:
                 new_failures.append(self.failed[-1])
             if row.get("finite") is False:
                 row |= {name: None for name in row if name.startswith("eval/return")}
-            self._file.write(json.dumps({key: _json_number(value) for key, value in row.items()}) + "\n")
+            self.rows.append({key: _json_number(value) for key, value in row.items()})
+            self._file.write(json.dumps(self.rows[-1]) + "\n")
         self._file.flush()
         return new_failures
 

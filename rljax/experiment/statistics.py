@@ -66,3 +66,22 @@ def bootstrap_interval(
         rng=np.random.default_rng(seed),
     ).confidence_interval
     return float(interval.low), float(interval.high)
+
+
+def bootstrap_intervals(table: np.ndarray, resamples: int) -> np.ndarray:
+    """95% `bootstrap_interval` [points, 2] of the IQM of each row of `table` [points, seeds], of two seeds or more.
+
+    The seeds that are drawn are the same for every row, and so are the intervals those of rows taken by themselves.
+    """
+    result = stats.bootstrap(
+        (table,),
+        iqm,
+        n_resamples=resamples,
+        batch=max(2**21 // table.size, 1),  # 16 MiB of resamples at once
+        confidence_level=0.95,
+        method="percentile",
+        vectorized=True,
+        axis=-1,
+        rng=np.random.default_rng(0),
+    )
+    return np.stack(result.confidence_interval, axis=-1)

@@ -284,7 +284,7 @@ def test_report_is_self_contained_and_complete(tmp_path):
     out = write_report(path)
     page = Page(out)
     assert out == path / "report.html"
-    assert len(page.loads) == 3 and all(re.match("data:image/(png|gif);base64,", source) for source in page.loads)
+    assert len(page.loads) == 4 and all(re.match("data:image/(png|gif);base64,", source) for source in page.loads)
     assert page.loads[-1] == "data:image/gif;base64,R0lGODlh"
     assert page.links == [] and not {"script", "link", "iframe", "object"}.intersection(page.tags)
     assert "url(" not in page.source and "@import" not in page.source and "http" not in page.text
@@ -316,7 +316,7 @@ def test_report_of_several_runs_compares_them_by_environment(tmp_path, monkeypat
     out = write_report(paths)
     page = Page(out)
     assert out.resolve() == tmp_path / "report.html"
-    assert page.tags.count("img") == 2 + 2 * 3  # a comparison an environment; a learning curve and a grid a run
+    assert page.tags.count("img") == 2 + 3 * 3  # a comparison an environment; a learning curve and two grids a run
     assert page.links == ["#one/abc123", "#two/abc123", "#three/abc123"]
     assert "two (learning_rate=0.2, best of 2)" in page.text
     assert page.tags.count("h2") == 3 and "Comparison of 3 runs" in page.text

@@ -3,7 +3,7 @@ import warnings
 import numpy as np
 import pytest
 
-from rljax.experiment.statistics import bootstrap_interval, iqm
+from rljax.experiment.statistics import bootstrap_interval, bootstrap_intervals, iqm
 
 
 def test_iqm_by_hand():
@@ -72,3 +72,12 @@ def test_non_finite_scores_are_refused(bad):
 def test_empty_or_misshapen_scores_are_refused(scores):
     with pytest.raises(ValueError, match=r"\[tasks, seeds\]"):
         bootstrap_interval(scores)
+
+
+def test_intervals_of_a_table_are_those_of_its_rows():
+    table = np.random.default_rng(3).normal(size=(5, 9))
+    table[2] = 4.0  # no spread
+    expected = [bootstrap_interval(row, resamples=500) for row in table]
+    np.testing.assert_allclose(bootstrap_intervals(table, 500), expected, rtol=1e-12)
+    big = np.random.default_rng(4).normal(size=(2, 2**12))  # drawn in several batches
+    np.testing.assert_allclose(bootstrap_intervals(big, 300), [bootstrap_interval(row, resamples=300) for row in big], rtol=1e-12)
