@@ -1,6 +1,6 @@
 """PPO on tokens: the leash by hand and at its exact optimum, forced tokens, the value head and what options refuse."""
 
-import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,8 @@ from rljax.networks import Transformer, transformer
 from tests.agents.lookup import ENV, LEAVES, MODEL, T, log_probs, padded, reward_of
 from tests.agents.test_grpo_tokens import OneQuestion, params_like
 
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})  # compiling is all that costs here
+
 
 def config(**changes):
     plain = dict(model=MODEL, num_envs=16, num_minibatches=1, num_epochs=1, entropy_coef=0.0, discount=1.0, gae_lambda=1.0)
@@ -29,8 +31,7 @@ def leaf_probabilities(params, model=MODEL):
     return jnp.exp(jnp.where(mask, log_probs(params, tokens, model=model), 0.0).sum(0))
 
 
-@pytest.mark.parametrize("value_network", ["shared", "separate"])
-@pytest.mark.parametrize("beta", [0.5, 2.0])
+@pytest.mark.parametrize(("beta", "value_network"), [(0.5, "shared"), (2.0, "separate")])
 def test_the_leash_ends_at_the_tilted_reference(beta, value_network):
     """The best policy under ``E[r] - beta KL(pi || ref)`` is ``ref exp(r / beta) / Z`` (Ziegler et al. 2019, section 2)."""
     model = Transformer(layers=1, width=32, heads=2, mlp=64)
@@ -57,12 +58,11 @@ def test_the_leash_ends_at_the_tilted_reference(beta, value_network):
     assert after < 0.05 < before
     exact = float((reached * jnp.log(reached / reference)).sum())
     assert float(metrics["kl_reference/episode"][-20:].mean()) == pytest.approx(exact, abs=0.05)
-    assert float(metrics["explained_variance"][-20:].mean()) > 0.5
 
 
 def test_before_the_first_update_the_ratio_is_one_and_the_kl_zero():
     agent = rljax.make_agent(config(kl_coef=0.3, num_epochs=2, num_minibatches=2), ENV)
-    _, metrics = jax.jit(agent.step)(agent.init(jax.random.key(0)))
+    _, metrics = jit(agent.step)(agent.init(jax.random.key(0)))
     assert float(metrics["ratio_error"]) < 1e-5
     for name in ("k1", "k2", "k3", "episode"):
         assert float(metrics[f"kl_reference/{name}"]) == 0.0
@@ -90,26 +90,6 @@ def test_the_leash_is_steered_to_its_target():
     assert float(metrics["kl_reference/episode"][-100:].mean()) == pytest.approx(0.1, abs=0.05)
 
 
-def test_the_value_of_a_separate_network_leaves_the_policy_alone():
-    """With nothing to learn for the policy, the value loss moves a shared trunk and not another network's policy."""
-
-    class PaysOne(TokenEnvironment):
-        def step(self, key, state, action):
-            state, timestep = super().step(key, state, action)
-            return state, timestep.replace(reward=jnp.where(timestep.done, 1.0, 0.0))
-
-    env = PaysOne(ENV.task, truncated_counts=True, limit_terminates=True)
-    for value_network, moves in (("shared", True), ("separate", False)):
-        agent = rljax.make_agent(config(value_network=value_network, whiten_advantages="minibatch", gae_lambda=0.0), env)
-        state = agent.init(jax.random.key(0))
-        state = state.replace(params=params_like(state.params))
-        after = jax.jit(agent.step)(dataclasses.replace(state, params=state.params))[0]
-        head = "value" if value_network == "shared" else "critic"
-        changed = jax.tree.map(lambda a, b: bool(jnp.any(a != b)), state.params[head], after.params[head])
-        assert any(jax.tree.leaves(changed))
-        assert moves or value_network == "separate"
-
-
 def test_tokens_of_a_tool_count_for_nothing():
     """What the calculator says is no choice: no gradient, no KL, and the value of a state inside its answer is never taught."""
     task = OneQuestion(2, 1.0)
@@ -117,7 +97,7 @@ def test_tokens_of_a_tool_count_for_nothing():
     agent = rljax.make_agent(config(num_envs=8, kl_coef=0.1), env)
     state = agent.init(jax.random.key(0))
     policy = transformer(MODEL, env.observation_space, has_value=True)
-    episodes = jax.jit(lambda: first_episodes(policy, vectorize(env, 8), state.params, jax.random.key(1), env.max_tokens))()
+    episodes = jit(lambda: first_episodes(policy, vectorize(env, 8), state.params, jax.random.key(1), env.max_tokens))()
     forced = np.asarray(episodes.mask & episodes.transitions.info["forced"])
     assert not np.any(np.asarray(episodes.choices) & forced)
     np.testing.assert_array_equal(np.asarray(episodes.choices) | forced, np.asarray(episodes.mask))
@@ -139,7 +119,7 @@ def test_a_learned_reward_pays_at_the_end_or_for_each_token():
     policy = transformer(MODEL, ENV.observation_space)
     params = policy.init(jax.random.key(0), jax.vmap(ENV.reset)(jax.random.key(0)[None])[1])
     for env in (whole, each):
-        episodes = jax.jit(lambda env=env: first_episodes(policy, vectorize(env, 32), params, jax.random.key(2), T))()
+        episodes = jit(lambda env=env: first_episodes(policy, vectorize(env, 32), params, jax.random.key(2), T))()
         lengths = episodes.mask.sum(0)
         assert len(set(lengths.tolist())) > 1
         np.testing.assert_array_equal(episodes.returns, lengths)

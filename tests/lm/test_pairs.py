@@ -1,0 +1,89 @@
+"""Preference pairs from files: what they become, and what is wrong with them, by file and line."""
+
+import json
+
+import numpy as np
+import pytest
+
+from rljax.agents.preferences import collect_pairs
+from rljax.envs.tokens import TokenEnvironment
+from rljax.lm import graders, pairs
+from rljax.lm.text import TextTask
+from rljax.lm.tokenizer import CharTokenizer
+from rljax.networks import Transformer
+
+TOKENIZER = CharTokenizer("0123456789+=ab")
+GOOD = {"prompt": "1+1=", "chosen": "2", "rejected": "11"}
+
+
+def write(tmp_path, *rows):
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
+    return file
+
+
+def test_pairs_become_contexts(tmp_path):
+    file = write(
+        tmp_path,
+        GOOD,
+        "",
+        {"prompt": "a=", "chosen": [{"role": "assistant", "content": "b"}], "rejected": "a", "margin": 2},
+    )
+    rows = pairs.load_pairs(file)
+    assert [row["place"] for row in rows] == [f"{file}, line 1", f"{file}, line 3"]
+    prompts = [TOKENIZER.encode(row["prompt"]) for row in rows]
+    chosen, rejected, margin = pairs.encode_pairs(rows, prompts, TOKENIZER, 4, 3)
+    end, ids = TOKENIZER.eos_ids[0], {c: TOKENIZER.encode(c)[0] for c in "12+=ab"}
+    assert chosen.tolist() == [
+        [ids["1"], ids["+"], ids["1"], ids["="], ids["2"], end, -1],
+        [-1, -1, ids["a"], ids["="], ids["b"], end, -1],
+    ]
+    assert rejected[0].tolist()[4:] == [ids["1"], ids["1"], end]
+    assert margin.tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({**GOOD, "rejected": "2"}, "chosen and rejected are the same"),
+        ({**GOOD, "chosen": "  "}, "chosen is empty"),
+        ({**GOOD, "rejected": 3}, "rejected must be text"),
+        ({"prompt": "1=", "chosen": "1"}, "rejected is missing"),
+        ({"prompt": "1=", "chosen": "1", "rejcted": "2"}, "rejected is missing; did you mean 'rejcted'"),
+        ({**GOOD, "choosen": "2"}, "unknown key choosen; did you mean 'chosen'"),
+        ({**GOOD, "margin": 0}, "margin must be a number above 0"),
+        ({"chosen": "2", "rejected": "1"}, "must have either prompt or messages"),
+        ('{"prompt": "1=", "chosen": ', "not valid JSON"),
+        ({**GOOD, "rejected": [{"role": "user", "content": "3"}]}, "rejected must be text, or a list of one message"),
+    ],
+)
+def test_faults_are_named_by_file_and_line(tmp_path, row, words):
+    file = write(tmp_path, GOOD, row)
+    with pytest.raises(ValueError, match="line 2") as error:
+        pairs.load_pairs(file)
+    assert words in str(error.value)
+    assert str(file) in str(error.value)
+
+
+def test_what_is_too_long_is_named_by_file_and_line(tmp_path):
+    rows = pairs.load_pairs(write(tmp_path, GOOD, {"prompt": "1=", "chosen": "12345", "rejected": "1"}))
+    prompts = [TOKENIZER.encode(row["prompt"]) for row in rows]
+    with pytest.raises(ValueError, match=r"line 2: chosen has 6 tokens with its end, more than env_params.max_tokens \(4\)"):
+        pairs.encode_pairs(rows, prompts, TOKENIZER, 4, 4)
+    with pytest.raises(ValueError, match="line 1: the prompt has 4 tokens"):
+        pairs.encode_pairs(rows, prompts, TOKENIZER, 3, 9)
+
+
+def test_pairs_of_a_file_are_collected_as_they_stand(tmp_path):
+    rows = pairs.load_pairs(write(tmp_path, GOOD, {"prompt": "a=", "chosen": "b", "rejected": "ab"}))
+    prompts = [{"prompt": row["prompt"], "answer": row["chosen"]} for row in rows]
+    task = TextTask(prompts, TOKENIZER, graders.make_grader({"type": "exact"}), 4, chosen=rows)
+    env = TokenEnvironment(task)
+    model = Transformer(layers=1, width=8, heads=2, mlp=8)
+    collected = collect_pairs(env, model, None, __import__("jax").random.key(0), 2, 2, 0.0)
+    np.testing.assert_array_equal(collected.chosen.context, task.preferences[0])
+    assert collected.rejected.lengths.tolist() == [3, 3]
+    assert collected.chosen.lengths.tolist() == [2, 2]
+    assert collected.counts.all()
+    with pytest.raises(ValueError, match=r"algo.num_pairs \(3\) is more than the 2 pairs"):
+        collect_pairs(env, model, None, __import__("jax").random.key(0), 3, 2, 0.0)
