@@ -77,7 +77,15 @@ class RedTeam:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data; NaN is None."""
-        return jax.tree.map(lambda x: None if isinstance(x, float) and np.isnan(x) else x, dataclasses.asdict(self))
+
+        def plain(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {key: plain(item) for key, item in value.items()}
+            if isinstance(value, tuple):
+                return [plain(item) for item in value]
+            return None if isinstance(value, float) and np.isnan(value) else value
+
+        return plain(dataclasses.asdict(self))
 
     def table(self) -> str:
         """What the command prints."""

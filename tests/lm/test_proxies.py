@@ -1,4 +1,4 @@
-"""Proxies by hand, and that evaluations, groups, demonstrations and tools see what they should of an environment that pays one."""
+"""Proxies by hand, and what evaluations, groups, demonstrations and tools make of an environment that pays one."""
 
 import functools
 
@@ -172,9 +172,7 @@ def test_fine_tuning_finds_the_demonstrations():
 
 
 def test_wrong_values_are_named():
-    with pytest.raises(
-        ValueError, match=r"^env_params\.proxy must be 'length' or 'contains', got 'lenght'; did you mean 'length'\?$"
-    ):
+    with pytest.raises(ValueError, match=r"^env_params\.proxy must be 'length' or 'contains', got 'lenght'; did you mean"):
         rljax.make_env("tokens/addition", proxy="lenght")
     with pytest.raises(ValueError, match=r"env_params\.max_tokens must be a whole number, 1 or more, got 2\.5"):
         rljax.make_env("tokens/addition", max_tokens=2.5)
