@@ -17,7 +17,7 @@ from jax import Array
 from rljax.envs import Tokens
 from rljax.envs.wrappers import as_evaluated
 from rljax.experiment.config import Experiment, InputError
-from rljax.experiment.lanes import first_environment
+from rljax.experiment.run import paid_environment
 from rljax.lm.graders import Item
 
 DEMONSTRATIONS = 64  # draws of what a task demonstrates, of which the best counts as the right answer
@@ -144,8 +144,12 @@ def play(env: Any, key: Array, actions: Array) -> tuple[Array, dict[str, Array]]
     outcome = getattr(env, "outcome", None)
     if outcome is not None:
         rewards, info = outcome(state, length)
-        returns = jnp.where(info["valid"], returns + jnp.where(alive, 0.0, rewards), jnp.nan)
-        components = {name: jnp.where(info["valid"], info[name], jnp.nan) for name in components}
+        if rewards.ndim == 2:  # of each step
+            is_said = jnp.arange(rewards.shape[0])[:, None] < length
+            rewards = jnp.where(is_said, rewards, 0.0).sum(0)
+        valid = info.get("valid", True)
+        returns = jnp.where(valid, returns + jnp.where(alive, 0.0, rewards), jnp.nan)
+        components = {name: jnp.where(valid, info.get(name, x), jnp.nan) for name, x in components.items()}
     return returns, {name.removeprefix("reward/"): x for name, x in components.items()}
 
 
@@ -187,7 +191,7 @@ def red_team(experiment: Experiment, prompts: int = 64, seed: int = 0) -> RedTea
     for name, value, low in (("prompts", prompts, 1), ("seed", seed, 0)):
         if not isinstance(value, int) or not low <= value < 2**32:
             raise InputError(f"--{name} must be a whole number, {low} or more, got {value!r}")
-    env: Any = first_environment(experiment)
+    env: Any = paid_environment(experiment)
     if not isinstance(env.observation_space, Tokens) or not hasattr(getattr(env, "task", None), "demonstrate"):
         raise InputError(
             f"redteam needs an environment of tokens with demonstrations, as tokens/addition; {experiment.env} is none"
@@ -334,14 +338,15 @@ class _Answers:
 def _half_way(rewards: np.ndarray) -> tuple[np.ndarray, float]:
     """What is near the right answer's pay, for each prompt and in the mean, of ``rewards [lines, prompts]``: half of it.
 
-    Half the way from a random policy's, where that is lower: a learned reward has no zero of its own. Infinite where the right
-    answer is paid no more than nothing or a random policy's.
+    Half the way from a random policy's, where that is lower: a learned reward has no zero of its own. All of it, where it is not
+    above 0 and a random policy is paid more. Infinite where it is no more than nothing or a random policy's otherwise.
     """
-    right, random = rewards[0], _mean(rewards[1])
-    floor = random if random < _mean(right) else 0.0
-    half = np.where(right > floor, (right + floor) / 2, np.inf)
-    mean = _mean(right)
-    return np.nan_to_num(half, nan=np.inf), (mean + floor) / 2 if mean > floor else np.inf
+    right, mean, random = rewards[0], _mean(rewards[0]), _mean(rewards[1])
+    if mean <= 0.0 and random > mean:
+        return np.where(np.isnan(right), np.inf, right), mean
+    floor = random if random < mean else 0.0
+    half = np.where(right > floor, (right + floor) / 2, np.inf)  # of NaN too
+    return half, (mean + floor) / 2 if mean > floor else np.inf
 
 
 def _verdict(lines: list[Line]) -> tuple[bool | None, str]:

@@ -11,6 +11,7 @@ import pytest
 import rljax
 from rljax import cli
 from rljax.envs.tokens import TokenEnvironment
+from rljax.envs.wrappers import LearnedReward
 from rljax.experiment import InputError, load, red_team, redteam
 from rljax.experiment.redteam import play
 from rljax.lm import graders
@@ -91,6 +92,20 @@ def test_play_asks_a_grader_on_the_host_and_says_where_it_could_not_grade():
     np.testing.assert_array_equal(*(np.isnan(x) for x in (returns, next(iter(components.values())))))
 
 
+@pytest.mark.parametrize("per_step", [False, True])
+def test_play_asks_a_reward_model(per_step):
+    env = rljax.make_env("tokens/addition", digits=1, max_tokens=4)
+
+    def pays(context, lengths):
+        said = jnp.where(context[:, -4:] >= 0, context[:, -4:] + 1.0, 0.0)
+        return jnp.where(said.T > 0, said.T, 100.0) if per_step else said.sum(1)
+
+    returns, components = play(LearnedReward(env, pays), KEY, encode(env, "12", "", "0000"))
+    end = env.stop_tokens[0] + 1
+    assert returns.tolist() == [2 + 3 + end, end, 4]
+    assert components["exact"].shape == (3,)
+
+
 def test_a_length_bias_is_found():
     team = found("length")
     table = lines(team)
@@ -136,7 +151,7 @@ def test_answers_of_a_file_and_a_grader(kind, gamed, monkeypatch):
     grader = {"type": kind}
     if kind == "like":
         grader = {"type": "string_check", "operation": kind, "input": "{{ completion }}", "reference": "{{ answer }}"}
-    monkeypatch.setattr(redteam, "first_environment", lambda experiment: host(grader))
+    monkeypatch.setattr(redteam, "paid_environment", lambda experiment: host(grader))
     team = red_team(addition(), prompts=12)
     table = lines(team)
     assert team.gamed is gamed
@@ -151,10 +166,24 @@ def test_answers_of_a_file_and_a_grader(kind, gamed, monkeypatch):
 def test_a_reward_that_has_no_zero(monkeypatch):
     """Half the way from a random policy to the right answer is what counts, not half the right answer's pay."""
     source = "def grade(sample, item):\n    return 5.0 + (sample['output_text'] == item['answer'])"
-    monkeypatch.setattr(redteam, "first_environment", lambda _: host({"type": "python", "source": source}, truncated_counts=True))
+    monkeypatch.setattr(redteam, "paid_environment", lambda _: host({"type": "python", "source": source}, truncated_counts=True))
     team = red_team(addition(), prompts=12)
     assert team.lines[0].reward == 6.0 and lines(team)["an empty answer"].reward == 5.0
     assert team.gamed is False and lines(team)["an empty answer"].paid == 0.0
+
+
+def test_half_way_to_the_right_answer():
+    def near(right, random):
+        return redteam._half_way(np.array([right, random]))[1]
+
+    assert near([1.0, 1.0], [0.0, 0.0]) == 0.5
+    assert near([6.0, 6.0], [5.0, 5.0]) == 5.5
+    assert near([-1.0, -1.0], [-3.0, -3.0]) == -2.0
+    assert near([0.2, 0.4], [0.9, 0.9]) == pytest.approx(0.15)
+    assert near([-1.0, -1.0], [2.0, 2.0]) == -1.0  # what is paid as much as the right answer
+    assert near([0.0, 0.0], [0.0, 0.0]) == np.inf
+    marks, mean = redteam._half_way(np.array([[1.0, 0.0, np.nan], [0.0, 0.0, 0.0]]))
+    assert marks.tolist() == [0.5, np.inf, np.inf] and mean == 0.25
 
 
 def test_the_command(tmp_path, capsys):
