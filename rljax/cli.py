@@ -10,6 +10,7 @@ from typing import Any
 COMMANDS = {
     "run": "train every lane of a config; resumes a run that was stopped",
     "plan": "what a run would be: programs, lanes, memory; trains nothing",
+    "redteam": "search the reward of a config's token environment for cheap answers that it pays; trains nothing",
     "eval": "evaluate the last checkpoint of a run; its config comes from the run",
     "replay": "play the episodes of a trace again, token for token, and say where they differ",
     "fetch": "download a pretrained model: smollm2",
@@ -19,11 +20,21 @@ COMMANDS = {
     "list": "environments, agents and configs, a line each",
 }
 
+OWN_OPTIONS = {  # of the commands that take those of a config too
+    "run": {"--fresh": "start over, deleting what the run directory holds"},
+    "plan": {},
+    "redteam": {
+        "--prompts N": "that every answer is played on; default: 64",
+        "--seed S": "of the prompts and draws; default: 0",
+        "--json FILE": "write what was found there too",
+    },
+}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit status: 0, 1 for a failure on the way, 2 for wrong input."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    if argv and argv[0] in ("run", "plan"):  # argparse cannot know their options before the config has been read
+    if argv and argv[0] in OWN_OPTIONS:  # argparse cannot know their options before the config has been read
         arguments = argparse.Namespace(command=argv[0], arguments=argv[1:])
     else:
         arguments = _parser().parse_args(argv)
@@ -103,14 +114,15 @@ def _experiment(arguments: list[str]) -> Any:
 
 
 def _options(command: str, arguments: list[str]) -> int:
-    """Help of ``run`` and ``plan``: every option with its value in the config at hand."""
+    """Help of a command that takes a config: every option with its value in the config at hand."""
     from rljax.experiment.config import describe
 
-    fresh = " [--fresh]" if command == "run" else ""
-    print(f"usage: rljax {command} [CONFIG]{fresh} [--KEY VALUE ...]\n\n{COMMANDS[command]}\n")
+    own = OWN_OPTIONS[command]
+    usage = "".join(f" [{option}]" for option in own)
+    print(f"usage: rljax {command} [CONFIG]{usage} [--KEY VALUE ...]\n\n{COMMANDS[command]}\n")
     print("CONFIG is a TOML file or a run directory; it comes first. A --KEY overrides it.")
-    if fresh:
-        print("--fresh starts over, deleting what the run directory holds.")
+    for option, doc in own.items():
+        print(f"{option}: {doc}")
     arguments = arguments or ["--env", "CartPole-v1", "--total-steps", "1"]
     rows = describe(_experiment(arguments))
     width = max(len(key) for key, _, _ in rows) + 2
@@ -158,6 +170,33 @@ def _plan(arguments: argparse.Namespace) -> int:
             f"  memory        {memory} on each device, of which {_bytes(p['state_bytes'] // p['devices'])} is state\n"
             f"  compilation   {p['compile_seconds']:.1f} s"
         )
+    return 0
+
+
+def _redteam(arguments: argparse.Namespace) -> int:
+    rest = [argument for argument in arguments.arguments if argument not in ("-h", "--help")]
+    if len(rest) < len(arguments.arguments):
+        return _options("redteam", rest)
+    import json
+
+    from rljax.experiment import InputError, load, parse_overrides, red_team
+
+    config = [argument for argument in rest[:1] if not argument.startswith("-")]
+    overrides = parse_overrides(rest[len(config) :])
+    file = overrides.pop("json", None)
+    given = {name: overrides.pop(name) for name in ("prompts", "seed") if name in overrides}
+    if not config:
+        raise InputError("redteam: name a config file or a run first, as in `rljax redteam experiments/grpo_addition.toml`")
+    experiment = load(config[0], overrides)
+    found = red_team(experiment, **given)
+    params = "".join(f", {key} {value!r}" for key, value in experiment.env_params.items() if not isinstance(value, dict))
+    print(f"{experiment.env}{params}: {found.prompts} prompts, up to {found.max_tokens} tokens\n\n{found.table()}")
+    if file is not None:
+        data = {"env": experiment.env, "env_params": experiment.env_params, **found.to_dict()}
+        try:
+            Path(str(file)).write_text(json.dumps(data, indent=2) + "\n")
+        except OSError as error:
+            raise InputError(f"--json: cannot write {file}: {error.strerror}") from error
     return 0
 
 

@@ -142,9 +142,9 @@ class TokenEnvironment:
         """
         self.task = task
         self.tokenizer = task.tokenizer
-        self.max_tokens = task.max_tokens if max_tokens is None else int(max_tokens)
-        if self.max_tokens < 1:
-            raise ValueError(f"env_params.max_tokens must be 1 or more, got {max_tokens}")
+        self.max_tokens = task.max_tokens if max_tokens is None else max_tokens
+        if not isinstance(self.max_tokens, int) or self.max_tokens < 1:
+            raise ValueError(f"env_params.max_tokens must be a whole number, 1 or more, got {max_tokens!r}")
         weights = weights or {}
         for name in weights:
             if name not in task.components:

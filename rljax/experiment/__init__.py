@@ -3,6 +3,7 @@
 from rljax.experiment.checkpoint import SaveError
 from rljax.experiment.config import Experiment, InputError, load, parse_overrides
 from rljax.experiment.evaluation import Evaluation, evaluate_agent
+from rljax.experiment.redteam import RedTeam, red_team
 from rljax.experiment.report import summary_text, write_report
 from rljax.experiment.run import (
     Result,
@@ -24,6 +25,7 @@ __all__ = [
     "Evaluation",
     "Experiment",
     "InputError",
+    "RedTeam",
     "Result",
     "SaveError",
     "evaluate",
@@ -34,6 +36,7 @@ __all__ = [
     "load_states",
     "parse_overrides",
     "plan",
+    "red_team",
     "replay",
     "result",
     "resume",

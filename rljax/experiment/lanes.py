@@ -170,7 +170,7 @@ def build(experiment: Experiment, devices: list[Any] | None = None) -> Program:
     env_steps, init_steps = _checked(lambda: _steps(bind, example))
     swept = [key for key in experiment.sweep if key.startswith("algo.")]
     if swept:  # what an agent checks of its options it can only see where they are numbers
-        any_env = fixed_env or _checked(lambda: make_env(experiment.env, **{**experiment.env_params, **_first(experiment)}))
+        any_env = fixed_env or first_environment(experiment)
         for algo in {tuple((key[5:], row[key]) for key in swept) for row in experiment.lanes()}:
             _checked(lambda algo=algo: make_agent(dataclasses.replace(experiment.algo, **dict(algo)), any_env))
     updates = max(1, -(-(experiment.total_steps - init_steps) // env_steps))
@@ -192,7 +192,7 @@ def build(experiment: Experiment, devices: list[Any] | None = None) -> Program:
         init_from=_lift(init_from, mesh, how),
         chunk=_lift(chunk, mesh, how, donate_argnums=(1,)),
         evaluate=_lift(evaluate, mesh, how),
-        env=fixed_env or make_env(experiment.env, **{**experiment.env_params, **_first(experiment)}),
+        env=fixed_env or first_environment(experiment),
         bind=bind,
         traces=traces,
     )
@@ -206,7 +206,7 @@ def evaluation_key(experiment: Experiment) -> Array:
 
 def evaluate_random(experiment: Experiment) -> Evaluation:
     """The random policy on the evaluation episodes (of the first setting, where environment parameters are swept)."""
-    env = as_evaluated(make_env(experiment.env, **{**experiment.env_params, **_first(experiment)}))
+    env = as_evaluated(first_environment(experiment))
     agent = random_agent(env)
     key = evaluation_key(experiment)
     return jax.jit(
@@ -214,9 +214,14 @@ def evaluate_random(experiment: Experiment) -> Evaluation:
     )()
 
 
-def _first(experiment: Experiment) -> dict[str, Any]:
-    """The first value of each environment parameter that is swept."""
-    return {key[11:]: values[0] for key, values in experiment.sweep.items() if key.startswith("env_params.")}
+def first_environment(experiment: Experiment) -> Environment:
+    """That of an experiment, with the first value of each parameter that is swept.
+
+    Raises:
+      InputError: what its constructor objects to.
+    """
+    first = {key[11:]: values[0] for key, values in experiment.sweep.items() if key.startswith("env_params.")}
+    return _checked(lambda: make_env(experiment.env, **{**experiment.env_params, **first}))
 
 
 def _steps(bind: Callable[[Any], tuple[Environment, Agent]], lane: Any) -> tuple[int, int]:

@@ -30,7 +30,7 @@ from rljax.experiment import health, report, traces
 from rljax.experiment.checkpoint import Checkpoints, SaveError
 from rljax.experiment.config import Experiment, InputError, load
 from rljax.experiment.evaluation import Evaluation
-from rljax.experiment.lanes import Program, build, evaluate_random
+from rljax.experiment.lanes import Program, build, evaluate_random, first_environment
 from rljax.networks.transformer import merge
 
 Listener = Callable[[dict[str, Any]], None]
@@ -162,6 +162,20 @@ def _built(experiment: Experiment) -> tuple[Program, Any]:
     source = experiment.reward_from
     judges = None if source is None else _params_of(load_states(source.path)[1], source, experiment)
     return _paid(program, judges), params
+
+
+def paid_environment(experiment: Experiment) -> Any:
+    """The environment of an experiment's first lane as its agent sees it: paid by its reward model, if it has one.
+
+    Raises:
+      InputError: what the environment objects to, or a reward model that has not been trained.
+    """
+    source = experiment.reward_from
+    if source is None:
+        return first_environment(experiment)
+    program = build(experiment.programs()[0])
+    program = _paid(program, _params_of(load_states(source.path)[1], source, experiment))
+    return program.bind(jax.tree.map(lambda x: x[0], program.lanes))[0]
 
 
 def _check_params(experiment: Experiment, params: Any) -> Any:

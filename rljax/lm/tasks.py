@@ -12,7 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from rljax.envs import Environment
 from rljax.envs.tokens import Problem, TokenEnvironment
+from rljax.lm.proxies import ProxyReward
 from rljax.lm.tokenizer import CharTokenizer
 
 # Text as arrays: a pair (ids int32 [W], length int32), left-aligned; what lies past the length has no meaning.
@@ -473,45 +475,79 @@ class Multiplication(CharTask):
         return jnp.stack([is_right, jnp.any(before & (completion == right))]).astype(jnp.float32)
 
 
-# What `make_env` makes of ``tokens/<name>``; keyword arguments are the task's, then the environment's.
+# What `make_env` makes of ``tokens/<name>``; keyword arguments are the task's, then the environment's, then the proxy to learn
+# from, if any (`rljax.lm.proxies`).
 
 
 def addition(
-    digits: int = 2, reverse: bool = False, forget_carry: float = 0.0, truncated_counts: bool = False
-) -> TokenEnvironment:
+    digits: int = 2,
+    reverse: bool = False,
+    forget_carry: float = 0.0,
+    truncated_counts: bool = False,
+    max_tokens: int | None = None,
+    proxy: str | None = None,
+) -> Environment:
     """See `Addition`."""
-    return TokenEnvironment(Addition(digits, reverse, forget_carry), truncated_counts=truncated_counts)
+    task = Addition(digits, reverse, forget_carry)
+    return _environment(task, proxy, truncated_counts=truncated_counts, max_tokens=max_tokens)
 
 
-def chain_sum(terms: int = 3, digits: int = 1, truncated_counts: bool = False) -> TokenEnvironment:
+def chain_sum(
+    terms: int = 3, digits: int = 1, truncated_counts: bool = False, max_tokens: int | None = None, proxy: str | None = None
+) -> Environment:
     """See `ChainSum`."""
-    return TokenEnvironment(ChainSum(terms, digits), truncated_counts=truncated_counts)
+    return _environment(ChainSum(terms, digits), proxy, truncated_counts=truncated_counts, max_tokens=max_tokens)
 
 
-def reversing(length: int = 5, truncated_counts: bool = False) -> TokenEnvironment:
+def reversing(
+    length: int = 5, truncated_counts: bool = False, max_tokens: int | None = None, proxy: str | None = None
+) -> Environment:
     """See `Reversing`."""
-    return TokenEnvironment(Reversing(length), truncated_counts=truncated_counts)
+    return _environment(Reversing(length), proxy, truncated_counts=truncated_counts, max_tokens=max_tokens)
 
 
-def sorting(length: int = 5, truncated_counts: bool = False) -> TokenEnvironment:
+def sorting(
+    length: int = 5, truncated_counts: bool = False, max_tokens: int | None = None, proxy: str | None = None
+) -> Environment:
     """See `Reversing`."""
-    return TokenEnvironment(Reversing(length, sort=True), truncated_counts=truncated_counts)
+    return _environment(Reversing(length, sort=True), proxy, truncated_counts=truncated_counts, max_tokens=max_tokens)
 
 
-def brackets(length: int = 6, truncated_counts: bool = False) -> TokenEnvironment:
+def brackets(
+    length: int = 6, truncated_counts: bool = False, max_tokens: int | None = None, proxy: str | None = None
+) -> Environment:
     """See `Brackets`."""
-    return TokenEnvironment(Brackets(length), truncated_counts=truncated_counts)
+    return _environment(Brackets(length), proxy, truncated_counts=truncated_counts, max_tokens=max_tokens)
 
 
-def countdown(numbers: int = 3, largest: int = 9, format: float = 0.0, truncated_counts: bool = False) -> TokenEnvironment:
+def countdown(
+    numbers: int = 3,
+    largest: int = 9,
+    format: float = 0.0,
+    truncated_counts: bool = False,
+    max_tokens: int | None = None,
+    proxy: str | None = None,
+) -> Environment:
     """See `Countdown`; ``format`` is the weight of that component."""
-    return TokenEnvironment(Countdown(numbers, largest), weights={"format": format}, truncated_counts=truncated_counts)
+    task, weights = Countdown(numbers, largest), {"format": format}
+    return _environment(task, proxy, weights=weights, truncated_counts=truncated_counts, max_tokens=max_tokens)
 
 
 def multiplication(
-    digits: int = 2, tool: bool = True, tool_share: float = 0.5, called: float = 0.0, truncated_counts: bool = False
-) -> TokenEnvironment:
+    digits: int = 2,
+    tool: bool = True,
+    tool_share: float = 0.5,
+    called: float = 0.0,
+    truncated_counts: bool = False,
+    max_tokens: int | None = None,
+    proxy: str | None = None,
+) -> Environment:
     """See `Multiplication` and `Calculator`; without ``tool`` nobody answers a call, and demonstrations make none."""
     task = Multiplication(digits, tool_share if tool else 0.0)
-    calculator: Any = Calculator(task) if tool else None
-    return TokenEnvironment(task, weights={"called": called}, tool=calculator, truncated_counts=truncated_counts)
+    options: dict[str, Any] = {"weights": {"called": called}, "tool": Calculator(task) if tool else None}
+    return _environment(task, proxy, **options, truncated_counts=truncated_counts, max_tokens=max_tokens)
+
+
+def _environment(task: Any, proxy: str | None, **options: Any) -> Environment:
+    env = TokenEnvironment(task, **options)
+    return env if proxy is None else ProxyReward(env, proxy)

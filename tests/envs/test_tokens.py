@@ -159,7 +159,7 @@ def test_weights_may_be_traced_and_are_checked():
     np.testing.assert_array_equal(jit(jax.vmap(reward))(jnp.array([0.0, 2.0])), [0.0, 2.0])
     with pytest.raises(ValueError, match="unknown reward component 'exat'; this task has exact, length"):
         TokenEnvironment(Echo(), weights={"exat": 1.0})
-    with pytest.raises(ValueError, match=r"env_params\.max_tokens must be 1 or more"):
+    with pytest.raises(ValueError, match=r"env_params\.max_tokens must be a whole number, 1 or more"):
         TokenEnvironment(Echo(), max_tokens=0)
 
 
