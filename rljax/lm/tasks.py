@@ -202,8 +202,8 @@ class ChainSum(CharTask):
 class RunningSum(CharTask):
     """``3+1+4=`` -> ``348``: the sum so far, modulo 10, after each of ``min_terms`` to ``terms`` digits (0: always ``terms``).
 
-    Components: ``exact``, and ``steps``: the share of the answer that is right before the first mistake, 1/3 for ``358``. No token
-    lowers ``steps``, and after a mistake none raises it.
+    Components: ``exact``, and ``steps``: the share of the answer that is right before the first mistake, 1/3 for ``358``. No
+    token lowers ``steps``, and after a mistake none raises it.
     """
 
     terms: int = 5
