@@ -461,7 +461,7 @@ def _reopen(
         return own, number, steps, states
     place = elsewhere(experiment, overrides or {})
     program = dataclasses.replace(build(experiment, place=place, greedy=greedy), data=own.data)
-    here, there = (jax.eval_shape(p.init, p.lanes, p.data).params for p in (program, own))
+    here, there = (_of_one_lane(jax.eval_shape(p.init, p.lanes, p.data).params) for p in (program, own))
     actions = [space_text(p.env.action_space) for p in (program, own)]
     if actions[0] != actions[1]:
         raise InputError(f"env {place.env}: its actions are {actions[0]}, and those of the run {actions[1]}")

@@ -196,9 +196,8 @@ def test_without_files_it_starts_the_same_way(finished, folder):
 def test_a_language_model_plays_any_task_over_its_alphabet(finished, tmp_path):
     result, _ = finished
     logged = [row["eval/return"] for row in rows(result.path) if row["step"] == 160]
-    for overrides in ({}, {"env": "tokens/reversing"}, {"env_params.length": 1}):
-        _, own = evaluate(result.path, overrides=overrides)
-        np.testing.assert_array_equal(np.asarray(own.returns, np.float64).mean(1), logged)
+    _, own = evaluate(result.path, overrides={"env": "tokens/reversing"})
+    np.testing.assert_array_equal(np.asarray(own.returns, np.float64).mean(1), logged)
     for overrides in ({"env_params.length": 4}, {"env": "tokens/addition", "env_params.digits": 3}):
         evaluation = evaluate(result.path, 16, overrides=overrides)[1]
         assert evaluation.returns.shape == (8, 16) and (evaluation.lengths <= 5).all() and evaluation.finished.all()
