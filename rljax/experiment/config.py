@@ -164,7 +164,7 @@ def load(path: str | Path | None = None, overrides: dict[str, Any] | None = None
 def elsewhere(experiment: Experiment, overrides: dict[str, Any]) -> Experiment:
     """``experiment`` in another environment: ``env`` and ``env_params.*`` of ``overrides`` replace its own, swept ones too.
 
-    An environment of another name begins with its own defaults.
+    An environment of another name begins with its own defaults. What runs first is left out.
 
     Raises:
       InputError: any other key; what `load` raises for these.
@@ -177,7 +177,7 @@ def elsewhere(experiment: Experiment, overrides: dict[str, Any]) -> Experiment:
 
     def stays(key: str) -> bool:
         param = key.removeprefix("sweep.")
-        return param not in overrides and not (is_other and param.startswith("env_params."))
+        return key not in SOURCES and param not in overrides and not (is_other and param.startswith("env_params."))
 
     entries = {key: entry for key, entry in _flatten(experiment.to_dict(), "config.toml").items() if stays(key)}
     return _resolve(entries | {key: (value, "override") for key, value in overrides.items()}, experiment.name)
