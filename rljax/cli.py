@@ -11,7 +11,7 @@ COMMANDS = {
     "run": "train every lane of a config; resumes a run that was stopped",
     "plan": "what a run would be: programs, lanes, memory; trains nothing",
     "redteam": "search the reward of a config's token environment for cheap answers that it pays; trains nothing",
-    "eval": "evaluate the last checkpoint of a run; its config comes from the run",
+    "eval": "evaluate the last checkpoint of a run, in its own environment or in another",
     "replay": "play the episodes of a trace again, token for token, and say where they differ",
     "fetch": "download a pretrained model: smollm2",
     "export": "write the language model of one lane as a Hugging Face directory",
@@ -37,7 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv and argv[0] in OWN_OPTIONS:  # argparse cannot know their options before the config has been read
         arguments = argparse.Namespace(command=argv[0], arguments=argv[1:])
     else:
-        arguments = _parser().parse_args(argv)
+        parser = _parser()
+        arguments, arguments.rest = parser.parse_known_args(argv)
+        if arguments.rest and arguments.command != "eval":  # which takes parameters of an environment
+            parser.error(f"unrecognized arguments: {' '.join(arguments.rest)}")
     from rljax.experiment import InputError, SaveError
 
     try:
@@ -75,9 +78,8 @@ def _parser() -> argparse.ArgumentParser:
                 "--transcript", action="store_true", help="what a language model says, 4 episodes a lane or --episodes"
             )
             command.add_argument("--samples", type=int, metavar="N", help="answers to each prompt: pass@k and best of N")
-            command.add_argument(
-                "--sample", action="store_true", help="of a transcript: draw tokens as in training, not the likeliest"
-            )
+            command.add_argument("--sample", action="store_true", help="draw actions as in training, not the likeliest")
+            command.add_argument("--env", help="play another environment; --env_params.KEY VALUE: with other parameters")
             command.add_argument("--trace", metavar="FILE", help="write the transcript there, for `rljax replay`")
         if name == "export":
             command.add_argument("target", help="the directory to write")
@@ -209,11 +211,12 @@ def _eval(arguments: argparse.Namespace) -> int:
         return _transcript(arguments)
     if arguments.samples is not None:
         return _samples(arguments)
-    if arguments.sample:
-        raise InputError("--sample goes with --transcript or --trace; the return is that of the greedy policy")
-    steps, evaluation = evaluate(arguments.run, arguments.episodes, arguments.seed)
+    overrides = _elsewhere(arguments)
+    steps, evaluation = evaluate(arguments.run, arguments.episodes, arguments.seed, overrides, not arguments.sample)
     lanes = load_run(arguments.run).lanes()
-    print(f"greedy, {evaluation.returns.shape[1]} episodes a lane, after {steps:,} steps")
+    how = "sampled" if arguments.sample else "greedy"
+    where = "".join(f", {key} {value}" for key, value in overrides.items())
+    print(f"{how}, {evaluation.returns.shape[1]} episodes a lane, after {steps:,} steps{where}")
     for lane, returns, lengths, finished in zip(lanes, evaluation.returns, evaluation.lengths, evaluation.finished, strict=True):
         settings = "".join(f"  {key}={value:g}" for key, value in lane.items() if key not in ("lane", "seed"))
         unfinished = f"  {int((~finished).sum())} unfinished" if not finished.all() else ""
@@ -224,10 +227,18 @@ def _eval(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _elsewhere(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What ``eval`` changes of the run's environment."""
+    from rljax.experiment import parse_overrides
+
+    return ({} if arguments.env is None else {"env": arguments.env}) | parse_overrides(arguments.rest)
+
+
 def _transcript(arguments: argparse.Namespace) -> int:
     from rljax.experiment import trace, traces
 
-    head, episodes = trace(arguments.run, arguments.episodes or 4, arguments.seed, not arguments.sample)
+    sizes = (arguments.episodes or 4, arguments.seed, not arguments.sample)
+    head, episodes = trace(arguments.run, *sizes, overrides=_elsewhere(arguments))
     for row in episodes if arguments.transcript else []:
         reward = "invalid" if row["reward"] is None else f"{row['reward']:g}"
         cut = "  (cut)" if row["truncated"] else ""
@@ -250,7 +261,7 @@ def _samples(arguments: argparse.Namespace) -> int:
         raise InputError(f"--samples must be >= 1, got {arguments.samples}")
     experiment = load_run(arguments.run)
     prompts = arguments.episodes or experiment.eval_episodes
-    rewards, right = sample_answers(arguments.run, prompts, arguments.samples, arguments.seed)
+    rewards, right = sample_answers(arguments.run, prompts, arguments.samples, arguments.seed, _elsewhere(arguments))
     print(f"{arguments.samples} sampled answers to each of {prompts} prompts a lane")
     ks = [2**i for i in range(arguments.samples.bit_length())]
     for lane, lane_rewards, lane_right in zip(experiment.lanes(), rewards, right, strict=True):
@@ -329,7 +340,7 @@ def _reproduce(arguments: argparse.Namespace) -> int:
 def _list(arguments: argparse.Namespace) -> int:
     what = arguments.what
     if what in (None, "envs"):
-        from rljax.envs import env_names, gymnax, make_env
+        from rljax.envs import env_names, gymnax, make_env, space_text
 
         print("environments (env = ...)")
         for name in env_names():
@@ -339,7 +350,7 @@ def _list(arguments: argparse.Namespace) -> int:
                 line = "prompts of a file, answers graded on the host"
             elif not name.startswith("brax/"):
                 env = make_env(name)
-                line = f"observations {_space(env.observation_space)}, actions {_space(env.action_space)}"
+                line = f"observations {space_text(env.observation_space)}, actions {space_text(env.action_space)}"
             print(f"  {name:<31}{line}")
         for name, why in gymnax.EXCLUDED.items():
             print(f"  ({name} is left out: it {why})")
@@ -363,11 +374,6 @@ def _list(arguments: argparse.Namespace) -> int:
             swept = f", sweeps {', '.join(e.sweep)}" if e.sweep else ""
             print(f"  {path!s:<40}{e.algo_name} on {e.env}, {e.total_steps:,} steps, {len(e.seeds)} seeds{swept}")
     return 0
-
-
-def _space(space: Any) -> str:
-    name = type(space).__name__
-    return f"{name}({getattr(space, 'n', None) or list(getattr(space, 'nvec', ())) or list(space.shape)})"
 
 
 def _bytes(n: float) -> str:

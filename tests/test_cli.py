@@ -67,6 +67,17 @@ def test_eval_needs_no_flags(capsys, run_directory):
         assert f"seed {row['seed']:>3}  return {row['eval/return']:.2f}" in out
 
 
+def test_eval_in_another_environment(capsys, run_directory):
+    arguments = ["eval", run_directory, "--env_params.max-steps-in-episode", 5, "--episodes", 3]
+    status, out, _ = call(capsys, *arguments)
+    assert status == 0
+    assert "greedy, 3 episodes a lane, after 64 steps, env_params.max_steps_in_episode 5" in out
+    assert out.count("return 5.00 +- 0.00  length 5.0") == 2
+    status, out, _ = call(capsys, *arguments, "--sample", "--env", "CartPole-v1")
+    assert status == 0
+    assert out.startswith("sampled, 3 episodes a lane, after 64 steps, env CartPole-v1")
+
+
 def test_report_of_two_runs(capsys, run_directory, tmp_path):
     status, out, _ = call(capsys, "report", run_directory, run_directory, "--output", tmp_path / "both.html")
     assert status == 0
@@ -121,6 +132,7 @@ def test_help_of_a_config_lists_every_option(capsys):
         (["run", *FLAGS, "--algo.distribution", "gaussian"], "algo.distribution 'gaussian' does not fit the Discrete actions"),
         (["run", *FLAGS, "--env", "Pendulum-v1", "--algo.distribution", "categorical"], "does not fit the Box actions"),
         (["eval", "."], "is not a run directory"),
+        (["eval", ".", "5"], "unexpected argument '5'"),
         (["report", "nowhere"], "nowhere"),
         (["reproduce", "nowhere"], "is not a run directory"),
     ],

@@ -2,7 +2,7 @@
 
 from rljax.envs.base import Environment, TimeStep, check, restart, transition
 from rljax.envs.registry import env_names, env_parameters, make_env, register_env
-from rljax.envs.spaces import Box, Discrete, MultiDiscrete, Space, Tokens
+from rljax.envs.spaces import Box, Discrete, MultiDiscrete, Space, Tokens, space_text
 from rljax.envs.vector import VectorEnvironment, all_ended, group, vectorize
 from rljax.envs.wrappers import TimeLimit
 
@@ -24,6 +24,7 @@ __all__ = [
     "make_env",
     "register_env",
     "restart",
+    "space_text",
     "transition",
     "vectorize",
 ]

@@ -21,7 +21,17 @@ OWN = {
     "text": "rljax.lm.text:text",
     **{
         f"tokens/{name}": f"rljax.lm.tasks:{name}"
-        for name in ("addition", "chain_sum", "reversing", "sorting", "brackets", "countdown", "multiplication")
+        for name in (
+            "addition",
+            "chain_sum",
+            "running_sum",
+            "reversing",
+            "sorting",
+            "brackets",
+            "countdown",
+            "multiplication",
+            "addition_and_reversing",
+        )
     },
 }
 WRAPPERS = {"time_limit": 1, "reward_scale": 1.0}  # keyword arguments of `make_env` for every environment, with examples

@@ -126,3 +126,8 @@ class Box:
 
 
 Space = Discrete | MultiDiscrete | Box | Tokens
+
+
+def space_text(space: Space) -> str:
+    """Kind and size, as ``Discrete(22)``."""
+    return f"{type(space).__name__}({getattr(space, 'n', None) or list(getattr(space, 'nvec', ())) or list(space.shape)})"

@@ -90,6 +90,7 @@ class TokenState(struct.PyTreeNode):
       stopped: int32, tokens that had been said when the first stop token was; 0 before.
       pending: int32 ``[R]``, what a tool still has to say, -1 after its end; None without a tool.
       automaton: state of the automaton; None without one.
+      paid: float32, what the dense components have paid so far; None without any.
     """
 
     problem: Problem
@@ -98,6 +99,7 @@ class TokenState(struct.PyTreeNode):
     stopped: Array
     pending: Array | None
     automaton: Array | None
+    paid: Array | None
 
 
 class TokenEnvironment:
@@ -105,6 +107,10 @@ class TokenEnvironment:
 
     A stop token is an action like any other and ends the episode (``terminated``). Running out of tokens sets ``truncated``; what
     was said then counts as it stands where ``truncated_counts``, and earns 0 otherwise.
+
+    A dense component pays as it comes: every token earns the weighted score after it less that before it. These differences add
+    up to the score at the end, so the return of an episode is what it would be if all were paid there: a token that lowers the
+    score gives back what was earned, and so does the last one of an episode that is cut and counts for 0.
 
     A task that grades on the host (`rljax.lm.text`) gives no reward in `step`: whoever plays whole episodes asks `outcome` for
     it.
@@ -118,6 +124,7 @@ class TokenEnvironment:
         task: Task,
         *,
         weights: dict[str, Any] | None = None,
+        dense: tuple[str, ...] = (),
         max_tokens: int | None = None,
         truncated_counts: bool = False,
         limit_terminates: bool = False,
@@ -129,6 +136,7 @@ class TokenEnvironment:
         Args:
           task: prompts and rewards.
           weights: of the reward's components; 1 for each that is not named. Numbers may be traced.
+          dense: components that pay at every token.
           max_tokens: the task's by default.
           truncated_counts: verify a completion that ran out of tokens too.
           limit_terminates: the limit is part of the MDP, and ends an episode as a stop token does: for agents that would else
@@ -138,7 +146,7 @@ class TokenEnvironment:
           automaton: which tokens are legal after what was said, `rljax.lm.automata`.
 
         Raises:
-          ValueError: a limit below 1, or a weight of an unknown component.
+          ValueError: a limit below 1, an unknown component, or a dense one that is graded on the host.
         """
         self.task = task
         self.tokenizer = task.tokenizer
@@ -146,7 +154,7 @@ class TokenEnvironment:
         if not isinstance(self.max_tokens, int) or self.max_tokens < 1:
             raise ValueError(f"env_params.max_tokens must be a whole number, 1 or more, got {max_tokens!r}")
         weights = weights or {}
-        for name in weights:
+        for name in (*weights, *dense):
             if name not in task.components:
                 raise ValueError(f"unknown reward component {name!r}; this task has {', '.join(task.components)}")
         self.weights = [weights.get(name, 1.0) for name in task.components]
@@ -156,6 +164,9 @@ class TokenEnvironment:
         self.tool = tool
         self.automaton = automaton
         self._graded_by_host = hasattr(task, "grade")
+        if dense and self._graded_by_host:
+            raise ValueError(f"what is graded on the host is only known at the end, so {dense[0]!r} cannot be dense")
+        self._dense = [name in dense for name in task.components]
         # What is only known at the end; see `_outcome`. None where `step` knows the reward.
         self.outcome = self._outcome if self._graded_by_host else None
         size = task.tokenizer.vocab_size
@@ -170,7 +181,8 @@ class TokenEnvironment:
         context = jnp.concatenate([problem.prompt, jnp.full(self.max_tokens, -1, jnp.int32)])
         pending = None if self.tool is None else jnp.full(self.tool.max_tokens, -1, jnp.int32)
         automaton = None if self.automaton is None else self.automaton.start
-        state = TokenState(problem, context, jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), pending, automaton)
+        paid = jnp.zeros(()) if any(self._dense) else None
+        state = TokenState(problem, context, jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), pending, automaton, paid)
         info = self._info(jnp.zeros(len(self.task.components)), jnp.zeros((), bool))
         return state, restart(context, self._mask(state), info)
 
@@ -192,15 +204,24 @@ class TokenEnvironment:
         if self.automaton is not None and state.automaton is not None:
             automaton = jnp.where(is_forced, state.automaton, self.automaton.advance(state.automaton, action))
         stopped = jnp.where(is_stop & (state.stopped == 0), length, state.stopped)
-        state = TokenState(state.problem, context, length, stopped, pending, automaton)
-
         is_cut = ~is_stop & (length >= self.max_tokens)
         terminated, truncated = (is_stop | is_cut, is_cut & False) if self.limit_terminates else (is_stop, is_cut)
         counts = is_stop | is_cut if self.truncated_counts else is_stop
-        scores = self.task.verify(state.problem, said, length - is_stop)
-        scores = jnp.where(counts, scores, 0.0)
-        reward = sum((weight * score for weight, score in zip(self.weights, scores, strict=True)), jnp.float32(0.0))
+        so_far = self.task.verify(state.problem, said, length - is_stop)
+        scores = jnp.where(counts, so_far, 0.0)
+        reward, paid = self._worth(scores, dense=False), None
+        if state.paid is not None:
+            paid = self._worth(jnp.where(is_stop | is_cut, scores, so_far), dense=True)
+            reward = reward + paid - state.paid
+        state = TokenState(state.problem, context, length, stopped, pending, automaton, paid)
         return state, transition(context, reward, terminated, truncated, self._mask(state), self._info(scores, is_forced))
+
+    def _worth(self, scores: Array, dense: bool) -> Array:
+        """Weighted sum of the components that are dense, or of the others."""
+        total = jnp.zeros(())
+        for weight, score, is_dense in zip(self.weights, scores, self._dense, strict=True):
+            total = total + weight * score if is_dense == dense else total
+        return total
 
     def _outcome(self, states: TokenState, lengths: Array) -> tuple[Array, dict[str, Array]]:
         """Reward float32 ``[B]`` and ``info`` of the last steps of episodes that took ``lengths [B]`` tokens, from their last

@@ -161,6 +161,28 @@ def load(path: str | Path | None = None, overrides: dict[str, Any] | None = None
     return _resolve(entries, name)
 
 
+def elsewhere(experiment: Experiment, overrides: dict[str, Any]) -> Experiment:
+    """``experiment`` in another environment: ``env`` and ``env_params.*`` of ``overrides`` replace its own, swept ones too.
+
+    An environment of another name begins with its own defaults. What runs first is left out.
+
+    Raises:
+      InputError: any other key; what `load` raises for these.
+    """
+    overrides = {key.replace("-", "_"): value for key, value in overrides.items()}
+    for key in overrides:
+        if key != "env" and not key.startswith("env_params."):
+            raise InputError(f"override: {key}: an evaluation can change env and env_params.KEY alone; see `rljax eval --help`")
+    is_other = overrides.get("env", experiment.env) != experiment.env
+
+    def stays(key: str) -> bool:
+        param = key.removeprefix("sweep.")
+        return key not in SOURCES and param not in overrides and not (is_other and param.startswith("env_params."))
+
+    entries = {key: entry for key, entry in _flatten(experiment.to_dict(), "config.toml").items() if stays(key)}
+    return _resolve(entries | {key: (value, "override") for key, value in overrides.items()}, experiment.name)
+
+
 def parse_overrides(arguments: list[str]) -> dict[str, Any]:
     """``["--algo.learning-rate", "1e-3", "--seeds", "0", "1"]`` to dotted keys and values.
 

@@ -113,8 +113,16 @@ class Program:
 CHUNKS_PER_EVAL = 5  # progress lines and metric rows between two evaluations
 
 
-def build(experiment: Experiment, devices: list[Any] | None = None) -> Program:
+def build(
+    experiment: Experiment, devices: list[Any] | None = None, place: Experiment | None = None, greedy: bool = True
+) -> Program:
     """Builds the program of an experiment with traced sweeps only (see `Experiment.programs`).
+
+    Args:
+      experiment: what to build.
+      devices: all by default.
+      place: the same lanes are bound to the environment of this experiment instead (see `elsewhere`).
+      greedy: whether ``evaluate`` acts greedily.
 
     Raises:
       InputError: the algorithm does not fit the environment; one line that names the key.
@@ -122,9 +130,10 @@ def build(experiment: Experiment, devices: list[Any] | None = None) -> Program:
     static_axes = [key for key in experiment.sweep if not experiment.is_traced(key)]
     if static_axes:
         raise InputError(f"{static_axes[0]} is static: run each of experiment.programs() by itself")
-    fixed_env = None
-    if not any(key.startswith("env_params.") for key in experiment.sweep):
-        fixed_env = _checked(lambda: make_env(experiment.env, **experiment.env_params))
+    place = place or experiment
+    swept_params = [key[11:] for key in place.sweep if key.startswith("env_params.")]
+    first_env = _checked(lambda: first_environment(place))
+    fixed_env = None if swept_params else first_env
 
     def judge(space: Any) -> RewardModel:
         source = experiment.reward_from
@@ -134,7 +143,7 @@ def build(experiment: Experiment, devices: list[Any] | None = None) -> Program:
 
     def bind(lane: Any) -> tuple[Environment, Agent]:
         _, algo, env_params, reward = lane
-        env = fixed_env or make_env(experiment.env, **{**experiment.env_params, **env_params})
+        env = fixed_env or make_env(place.env, **{**place.env_params, **{key: env_params[key] for key in swept_params}})
         if reward is not None:
             env = LearnedReward(env, functools.partial(judge(env.observation_space).pays, reward))
         return env, make_agent(dataclasses.replace(experiment.algo, **algo), env)
@@ -160,7 +169,7 @@ def build(experiment: Experiment, devices: list[Any] | None = None) -> Program:
         traces["evaluate"] += 1
         env, agent = bind(lane)
         sizes = (experiment.eval_episodes, experiment.eval_max_steps)
-        return evaluate_agent(agent, as_evaluated(env), state, evaluation_key(experiment), *sizes, data=data)
+        return evaluate_agent(agent, as_evaluated(env), state, evaluation_key(experiment), *sizes, greedy, data)
 
     lanes = _stack(experiment)
     num_lanes = len(experiment.lanes())
@@ -170,9 +179,8 @@ def build(experiment: Experiment, devices: list[Any] | None = None) -> Program:
     env_steps, init_steps = _checked(lambda: _steps(bind, example))
     swept = [key for key in experiment.sweep if key.startswith("algo.")]
     if swept:  # what an agent checks of its options it can only see where they are numbers
-        any_env = fixed_env or first_environment(experiment)
         for algo in {tuple((key[5:], row[key]) for key in swept) for row in experiment.lanes()}:
-            _checked(lambda algo=algo: make_agent(dataclasses.replace(experiment.algo, **dict(algo)), any_env))
+            _checked(lambda algo=algo: make_agent(dataclasses.replace(experiment.algo, **dict(algo)), first_env))
     updates = max(1, -(-(experiment.total_steps - init_steps) // env_steps))
     updates_per_chunk = max(1, -(-updates // (experiment.evals * CHUNKS_PER_EVAL)))
     num_chunks = -(-updates // updates_per_chunk)
@@ -192,7 +200,7 @@ def build(experiment: Experiment, devices: list[Any] | None = None) -> Program:
         init_from=_lift(init_from, mesh, how),
         chunk=_lift(chunk, mesh, how, donate_argnums=(1,)),
         evaluate=_lift(evaluate, mesh, how),
-        env=fixed_env or first_environment(experiment),
+        env=first_env,
         bind=bind,
         traces=traces,
     )

@@ -25,10 +25,10 @@ from jax import Array
 
 from rljax.agents import Agent, make_agent
 from rljax.agents.base import whole
-from rljax.envs import Box, Tokens, make_env
+from rljax.envs import Box, Tokens, make_env, space_text
 from rljax.experiment import health, report, traces
 from rljax.experiment.checkpoint import Checkpoints, SaveError
-from rljax.experiment.config import Experiment, InputError, load
+from rljax.experiment.config import Experiment, InputError, elsewhere, load
 from rljax.experiment.evaluation import Evaluation
 from rljax.experiment.lanes import Program, build, evaluate_random, first_environment
 from rljax.networks.transformer import merge
@@ -190,17 +190,26 @@ def _check_params(experiment: Experiment, params: Any) -> Any:
     own = jax.eval_shape(agent.begins_with, jax.random.key(0))
     if isinstance(own, dict) and isinstance(params, dict) and own.keys() < params.keys():
         params = {name: params[name] for name in own}
+    if difference := _difference(own, _of_one_lane(params)):
+        raise InputError(f"start_from: {difference}, here and there; give both the same [model] and env_params")
+    return params
+
+
+def _of_one_lane(params: Any) -> Any:
+    """Shapes of ``params [lanes, ...]`` without that axis."""
+    return jax.eval_shape(lambda tree: jax.tree.map(lambda x: x[0], tree), params)
+
+
+def _difference(here: Any, there: Any) -> str | None:
+    """The first parameter that has not the same shape in both, and its shapes."""
     sides = [
-        {jax.tree_util.keystr(path): tuple(leaf.shape[skip:]) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
-        for tree, skip in ((own, 0), (params, 1))
+        {jax.tree_util.keystr(path): list(leaf.shape) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+        for tree in (here, there)
     ]
     for name in [*sides[0], *sides[1]]:
         if sides[0].get(name) != sides[1].get(name):
-            shapes = " and ".join("missing" if name not in side else str(list(side[name])) for side in sides)
-            raise InputError(
-                f"start_from: parameter {name} is {shapes}, here and there; give both the same [model] and env_params"
-            )
-    return params
+            return f"parameter {name} is {' and '.join(str(side.get(name, 'missing')) for side in sides)}"
+    return None
 
 
 def _begin(program: Program, params: Any) -> Any:
@@ -363,7 +372,14 @@ def _train(
 
 
 def _trace_head(
-    path: Path, experiment: Experiment, checkpoint: int, step: int, episodes: int, seed: int, greedy: bool
+    path: Path,
+    experiment: Experiment,
+    checkpoint: int,
+    step: int,
+    episodes: int,
+    seed: int,
+    greedy: bool,
+    overrides: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     return {
         "run": str(path),
@@ -373,11 +389,17 @@ def _trace_head(
         "episodes": episodes,
         "seed": seed,
         "greedy": greedy,
+        "overrides": overrides or {},
     }
 
 
 def trace(
-    path: str | Path, episodes: int, seed: int | None = None, greedy: bool = False, checkpoint: int | None = None
+    path: str | Path,
+    episodes: int,
+    seed: int | None = None,
+    greedy: bool = False,
+    checkpoint: int | None = None,
+    overrides: dict[str, Any] | None = None,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """``(head, episodes)`` of a new trace (`rljax.experiment.traces`): what each lane of a run says, at its last checkpoint.
 
@@ -386,25 +408,29 @@ def trace(
       seed: of the prompts and draws; the run's ``eval_seed`` by default.
       greedy: the likeliest token each time.
       checkpoint: another than the last, by its number.
+      overrides: another environment than the run's, see `evaluate`.
 
     Raises:
-      InputError: the run's agent is no language model, or the checkpoint is gone.
+      InputError: the run's agent is no language model, the checkpoint is gone, or it cannot play in that environment.
     """
-    program, number, transcript, seed = _say(path, episodes, 1, seed, greedy, checkpoint)
-    step, experiment = program.steps_at(number), program.experiment
-    head = _trace_head(Path(path), experiment, number, step, episodes, seed, greedy)
+    program, (number, step), transcript, seed = _say(path, episodes, 1, seed, greedy, checkpoint, overrides)
+    experiment = program.experiment
+    head = _trace_head(Path(path), experiment, number, step, episodes, seed, greedy, overrides)
     return head, traces.rows(transcript, program.env, experiment.lanes(), step)
 
 
-def sample_answers(path: str | Path, prompts: int, samples: int, seed: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+def sample_answers(
+    path: str | Path, prompts: int, samples: int, seed: int | None = None, overrides: dict[str, Any] | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """``(rewards, right)``, float64 and bool ``[lanes, prompts, samples]``: several answers of the last policy to each prompt.
 
-    An answer is right where the first component of its reward is 1. An invalid reward is NaN, and not right.
+    An answer is right where the first component of its reward is 1. An invalid reward is NaN, and not right. ``overrides`` are
+    those of `evaluate`.
 
     Raises:
       InputError: see `trace`.
     """
-    program, _, transcript, _ = _say(path, prompts, samples, seed, False, None)
+    program, _, transcript, _ = _say(path, prompts, samples, seed, False, None, overrides)
     shape = (program.num_lanes, prompts, samples)
     rewards = np.where(transcript.valid, transcript.reward, np.nan).astype(np.float64).reshape(shape)
     first = transcript.components[program.env.task.components[0]].reshape(shape)
@@ -412,17 +438,50 @@ def sample_answers(path: str | Path, prompts: int, samples: int, seed: int | Non
 
 
 def _say(
-    path: str | Path, episodes: int, samples: int, seed: int | None, greedy: bool, checkpoint: int | None
-) -> tuple[Program, int, traces.Transcript, int]:
-    """``(program, number of the checkpoint, numpy Transcript [lanes, episodes * samples], seed)``."""
+    path: str | Path,
+    episodes: int,
+    samples: int,
+    seed: int | None,
+    greedy: bool,
+    checkpoint: int | None,
+    overrides: dict[str, Any] | None,
+) -> tuple[Program, tuple[int, int], traces.Transcript, int]:
+    """``(program, number and environment steps of the checkpoint, numpy Transcript [lanes, episodes * samples], seed)``."""
     experiment = load_run(path)
-    program, _ = _built(experiment)
+    program, number, steps, states = _reopen(experiment, path, checkpoint, overrides)
     transcribe = program.transcriber(episodes, greedy, samples)
     if transcribe is None:
         raise InputError(f"{path}: {experiment.algo_name} on {experiment.env} says nothing: it is no language model")
     seed = experiment.eval_seed if seed is None else seed
-    number, _, states = _restore(program, path, checkpoint)
-    return program, number, transcribe(program.pad(states), seed), seed
+    return program, (number, steps), transcribe(program.pad(states), seed), seed
+
+
+def _reopen(
+    experiment: Experiment,
+    path: str | Path,
+    checkpoint: int | None = None,
+    overrides: dict[str, Any] | None = None,
+    greedy: bool = True,
+) -> tuple[Program, int, int, Any]:
+    """``(program, number of the checkpoint, environment steps, states)`` of a run, to evaluate it: in its own environment, or in
+    what ``overrides`` make of it.
+
+    Raises:
+      InputError: see `load_states` and `elsewhere`; the agent cannot play there.
+    """
+    own, _ = _built(experiment)
+    number, steps, states = _restore(own, path, checkpoint)
+    if not overrides and greedy:
+        return own, number, steps, states
+    place = elsewhere(experiment, overrides or {})
+    program = dataclasses.replace(build(experiment, place=place, greedy=greedy), data=own.data)
+    here, there = (_of_one_lane(jax.eval_shape(p.init, p.lanes, p.data).params) for p in (program, own))
+    actions = [space_text(p.env.action_space) for p in (program, own)]
+    if actions[0] != actions[1]:
+        raise InputError(f"env {place.env}: its actions are {actions[0]}, and those of the run {actions[1]}")
+    if difference := _difference(here, there):
+        raise InputError(f"env {place.env}: {difference}, there and in the run: its observations do not fit")
+    return program, number, steps, states
 
 
 def replay(file: str | Path) -> tuple[int, list[str]]:
@@ -436,7 +495,7 @@ def replay(file: str | Path) -> tuple[int, list[str]]:
         head, before = traces.read(file)
     except ValueError as error:
         raise InputError(str(error)) from error
-    _, again = trace(head["run"], head["episodes"], head["seed"], head["greedy"], head["checkpoint"])
+    _, again = trace(head["run"], head["episodes"], head["seed"], head["greedy"], head["checkpoint"], head.get("overrides"))
     return len(before), traces.differences(before, again)
 
 
@@ -509,17 +568,33 @@ def lane_agent(experiment: Experiment, lane: int) -> Agent:
     return make_agent(single.algo, make_env(single.env, **single.env_params))
 
 
-def evaluate(path: str | Path, episodes: int | None = None, seed: int | None = None) -> tuple[int, Evaluation]:
-    """Evaluates the last checkpoint of a run greedily; by default the very episodes of its last logged evaluation.
+def evaluate(
+    path: str | Path,
+    episodes: int | None = None,
+    seed: int | None = None,
+    overrides: dict[str, Any] | None = None,
+    greedy: bool = True,
+) -> tuple[int, Evaluation]:
+    """Evaluates the last checkpoint of a run; by default the very episodes of its last logged evaluation.
+
+    Args:
+      path: of the run directory.
+      episodes: of each lane.
+      seed: of the episodes.
+      overrides: another environment to play in, ``{"env": "tokens/reversing", "env_params.length": 8}``. Without ``env`` it is
+        the run's with other parameters; one of another name begins with its own defaults.
+      greedy: else actions are drawn, as in training.
 
     Returns:
       ``(environment steps, Evaluation [lanes, episodes])``.
+
+    Raises:
+      InputError: no checkpoint, or an environment that the run's policies cannot play in.
     """
     experiment = load_run(path)
     changes = {"eval_episodes": episodes, "eval_seed": seed}
     experiment = dataclasses.replace(experiment, **{k: v for k, v in changes.items() if v is not None})
-    program, _ = _with_weights(build(experiment))
-    _, steps, states = _restore(program, path)
+    program, _, steps, states = _reopen(experiment, path, overrides=overrides, greedy=greedy)
     return steps, program.unpad(jax.device_get(program.evaluate(program.lanes, program.pad(states), program.data)))
 
 

@@ -6,6 +6,7 @@ and no two updates see the same batch; `verify` is arithmetic on token ids. ``ma
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -197,6 +198,51 @@ class ChainSum(CharTask):
         return Problem(
             pad_left(prompt, self.prompt_length), pad_right(write_number(numbers.sum(), self.answer_length), self.answer_length)
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class RunningSum(CharTask):
+    """``3+1+4=`` -> ``348``: the sum so far, modulo 10, after each of ``min_terms`` to ``terms`` digits (0: always ``terms``).
+
+    Components: ``exact``, and ``steps``: the share of the answer that is right before the first mistake, 1/3 for ``358``. No
+    token lowers ``steps``, and after a mistake none raises it.
+    """
+
+    terms: int = 5
+    min_terms: int = 0
+    components = ("exact", "steps")
+
+    def __post_init__(self):
+        if not 1 <= self.terms <= 32:
+            raise ValueError(f"env_params.terms must be 1 to 32, got {self.terms}")
+        if not 0 <= self.min_terms <= self.terms:
+            raise ValueError(f"env_params.min_terms must be 1 to env_params.terms ({self.terms}), got {self.min_terms}")
+
+    @property
+    def prompt_length(self) -> int:
+        return 2 * self.terms
+
+    @property
+    def answer_length(self) -> int:
+        return self.terms
+
+    def sample(self, key: Array) -> Problem:
+        count_key, digits_key = jax.random.split(key)
+        count = jax.random.randint(count_key, (), self.min_terms or self.terms, self.terms + 1)
+        digits = jax.random.randint(digits_key, (self.terms,), 0, 10)
+        (plus, equal), _ = self.text("+=")
+        signs = jnp.where(jnp.arange(self.terms) == count - 1, equal, plus)
+        prompt = jnp.stack([digits, signs], 1).reshape(-1)
+        return Problem(
+            pad_left((prompt, 2 * count), self.prompt_length), pad_right((jnp.cumsum(digits) % 10, count), self.answer_length)
+        )
+
+    def verify(self, problem: Problem, completion: Array, length: Array) -> Array:
+        width = max(completion.shape[0], self.answer_length)
+        said = _widen(jnp.where(jnp.arange(completion.shape[0]) < length, completion, -1), width)[: self.answer_length]
+        is_asked = problem.answer >= 0
+        right = jnp.cumprod((is_asked & (said == problem.answer)).astype(jnp.int32))
+        return jnp.stack([equals(completion, length, problem.answer), right.sum() / is_asked.sum()]).astype(jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -475,6 +521,83 @@ class Multiplication(CharTask):
         return jnp.stack([is_right, jnp.any(before & (completion == right))]).astype(jnp.float32)
 
 
+class MixedProblem(Problem):
+    """A `Problem` of a `Mixture`.
+
+    Attributes:
+      task: int32, the number of the task that it is from.
+    """
+
+    task: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixture:
+    """Problems of several `CharTask` over one alphabet, of ``tasks[i]`` with probability ``shares[i]``: the same but for padding.
+
+    A policy sees which task is meant by the form of its prompt alone. The components are those of all tasks; one that a problem's
+    task does not have is 0.
+    """
+
+    tasks: tuple[Any, ...]
+    shares: tuple[Any, ...]
+
+    def __post_init__(self):
+        if len({task.alphabet for task in self.tasks}) != 1 or len(self.shares) != len(self.tasks):
+            raise ValueError("a mixture needs one or more tasks over the same alphabet, and a share of each")
+
+    @property
+    def tokenizer(self) -> CharTokenizer:
+        return self.tasks[0].tokenizer
+
+    @property
+    def components(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(name for task in self.tasks for name in task.components))
+
+    @property
+    def prompt_length(self) -> int:
+        return max(task.prompt_length for task in self.tasks)
+
+    @property
+    def answer_length(self) -> int:
+        return max(task.answer_length for task in self.tasks)
+
+    @property
+    def max_tokens(self) -> int:
+        return max(task.max_tokens for task in self.tasks)
+
+    def sample(self, key: Array) -> MixedProblem:
+        task_key, key = jax.random.split(key)
+        shares = jnp.stack([jnp.asarray(share, jnp.float32) for share in self.shares])
+        number = jax.random.choice(task_key, len(self.tasks), p=shares)
+
+        def draw(task: Any) -> MixedProblem:
+            problem = task.sample(key)
+            prompt = jnp.pad(problem.prompt, (self.prompt_length - task.prompt_length, 0), constant_values=-1)
+            return MixedProblem(prompt, _widen(problem.answer, self.answer_length), number)
+
+        return self._by_task(number, draw)
+
+    def demonstrate(self, key: Array, problem: Any) -> Array:
+        return self._by_task(
+            problem.task, lambda task: _widen(task.demonstrate(key, self._as_of(task, problem)), self.max_tokens)
+        )
+
+    def verify(self, problem: Any, completion: Array, length: Array) -> Array:
+        def score(task: Any) -> Array:
+            scores = dict(zip(task.components, task.verify(self._as_of(task, problem), completion, length), strict=True))
+            return jnp.stack([scores.get(name, jnp.float32(0.0)) for name in self.components])
+
+        return self._by_task(problem.task, score)
+
+    def _by_task(self, number: Array, function: Callable[[Any], Any]) -> Any:
+        """``function`` of the task of that number."""
+        return jax.lax.switch(number, [functools.partial(function, task) for task in self.tasks])
+
+    def _as_of(self, task: Any, problem: Problem) -> Problem:
+        return Problem(problem.prompt[self.prompt_length - task.prompt_length :], problem.answer[: task.answer_length])
+
+
 # What `make_env` makes of ``tokens/<name>``; keyword arguments are the task's, then the environment's, then the proxy to learn
 # from, if any (`rljax.lm.proxies`).
 
@@ -497,6 +620,20 @@ def chain_sum(
 ) -> Environment:
     """See `ChainSum`."""
     return _environment(ChainSum(terms, digits), proxy, truncated_counts=truncated_counts, max_tokens=max_tokens)
+
+
+def running_sum(
+    terms: int = 5,
+    min_terms: int = 0,
+    process: float = 0.0,
+    dense: bool = False,
+    truncated_counts: bool = False,
+    max_tokens: int | None = None,
+    proxy: str | None = None,
+) -> Environment:
+    """See `RunningSum`; ``process`` is the weight of ``steps``, which ``dense`` pays step by step."""
+    options: dict[str, Any] = {"weights": {"steps": process}, "dense": ("steps",) if dense else ()}
+    return _environment(RunningSum(terms, min_terms), proxy, **options, truncated_counts=truncated_counts, max_tokens=max_tokens)
 
 
 def reversing(
@@ -546,6 +683,23 @@ def multiplication(
     task = Multiplication(digits, tool_share if tool else 0.0)
     options: dict[str, Any] = {"weights": {"called": called}, "tool": Calculator(task) if tool else None}
     return _environment(task, proxy, **options, truncated_counts=truncated_counts, max_tokens=max_tokens)
+
+
+def addition_and_reversing(
+    digits: int = 2,
+    length: int = 5,
+    share: float = 0.5,
+    reverse: bool = False,
+    forget_carry: float = 0.0,
+    truncated_counts: bool = False,
+    max_tokens: int | None = None,
+    proxy: str | None = None,
+) -> Environment:
+    """A `Mixture` of `Addition`, which ``share`` of the problems are of, and `Reversing`."""
+    if isinstance(share, int | float) and not 0 <= share <= 1:
+        raise ValueError(f"env_params.share must be 0 to 1, got {share}")
+    task = Mixture((Addition(digits, reverse, forget_carry), Reversing(length)), (share, 1 - share))
+    return _environment(task, proxy, truncated_counts=truncated_counts, max_tokens=max_tokens)
 
 
 def _environment(task: Any, proxy: str | None, **options: Any) -> Environment:

@@ -90,8 +90,8 @@ def test_losses_by_hand(loss, monkeypatch):
     monkeypatch.setattr(jax.random, "randint", lambda key, shape, low, high: jnp.arange(4) if shape == (4,) else 1 / 0)
     smoothing = 0.1 if loss in ("sigmoid", "robust") else 0.0
     config = dpo.Config(
-        loss=loss, beta=0.7, smoothing=smoothing, gamma=0.3, odds_coef=0.4, desirable_weight=1.5, num_pairs=4, batch_size=4, model=MODEL,
-        learning_rate=1.0,
+        loss=loss, beta=0.7, smoothing=smoothing, gamma=0.3, odds_coef=0.4, desirable_weight=1.5, num_pairs=4, batch_size=4,
+        model=MODEL,
     )  # fmt: skip
     agent = rljax.make_agent(config, ENV)
     start, now = some_params(2), some_params(3)

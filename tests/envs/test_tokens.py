@@ -14,8 +14,9 @@ from rljax.envs import Discrete, Tokens, check, env_names, make_env, vectorize
 from rljax.envs.tokens import Problem, TokenEnvironment
 from rljax.experiment import evaluate_agent
 from rljax.lm.automata import compile_regex
-from rljax.lm.tasks import CharTask, Multiplication, pad_right
+from rljax.lm.tasks import CharTask, MixedProblem, Multiplication, pad_right
 from rljax.lm.tokenizer import CharTokenizer
+from rljax.networks import Transformer, transformer
 
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})  # compiling is all that costs here
 TOKENS = [name for name in env_names() if name.startswith("tokens/")]
@@ -65,7 +66,7 @@ def answer_of(timesteps, prompt=1):
 
 
 def test_there_are_token_environments():
-    assert len(TOKENS) >= 7
+    assert len(TOKENS) >= 9
 
 
 @pytest.mark.parametrize("name", TOKENS)
@@ -168,6 +169,116 @@ def test_what_an_automaton_forbids_is_no_legal_action():
     check(env)
     timesteps = say(env, [A, BANG, EOS])
     np.testing.assert_array_equal(timesteps.action_mask, np.array([[1, 0, 0, 0], [0, 0, 1, 1], [0, 0, 0, 1], [0, 0, 0, 1]], bool))
+
+
+# Dense rewards
+
+
+@functools.cache
+def posed(env):
+    """``(prompt, answer, tokens) -> TimeStep [T]`` of saying ``tokens [T]``."""
+
+    def play(prompt, answer, tokens):
+        return jax.lax.scan(lambda s, token: env.step(None, s, token), env.pose(Problem(prompt, answer))[0], tokens)[1]
+
+    return jit(play)
+
+
+def paid(env, text, stop=True):
+    """Rewards of what is said after ``3+1+4=``, and ``reward/steps`` at its end."""
+    said = [*env.tokenizer.encode(text), *env.tokenizer.eos_ids * 4]
+    prompt = jnp.asarray(env.tokenizer.encode("3+1+4="), jnp.int32)
+    timesteps = posed(env)(prompt, jnp.asarray([3, 4, 8], jnp.int32), jnp.asarray(said[:4]))
+    size = len(text) + stop
+    assert np.flatnonzero(timesteps.done)[0] == size - 1
+    return np.asarray(timesteps.reward)[:size], float(timesteps.info["reward/steps"][size - 1])
+
+
+@pytest.mark.parametrize("counts", [False, True])
+def test_a_dense_component_pays_as_it_comes(counts):
+    third = 1 / 3
+    env = make_env("tokens/running_sum", terms=3, process=2.0, dense=True, truncated_counts=counts)
+    cases = {
+        "348": [2 * third, 2 * third, 2 * third, 1.0],  # `exact` still comes with the last token
+        "34": [2 * third, 2 * third, 0.0],
+        "": [0.0],
+        "358": [2 * third, 0.0, 0.0, 0.0],  # a mistake ends what can be earned
+        "048": [0.0, 0.0, 0.0, 0.0],
+    }
+    for text, expected in cases.items():
+        rewards, steps = paid(env, text)
+        np.testing.assert_allclose(rewards, expected, atol=1e-6, err_msg=text)
+        assert rewards.sum() == pytest.approx(2 * steps + (text == "348"))
+
+
+def test_an_episode_earns_the_same_whether_it_is_paid_step_by_step_or_at_its_end():
+    """Also one that is cut, whose steps are taken back where it counts for nothing."""
+    for counts in (False, True):
+        make = functools.partial(make_env, "tokens/running_sum", terms=3, process=0.5, truncated_counts=counts)
+        dense, sparse = make(dense=True), make()
+        for text, stop in (("348", True), ("3480", False), ("34", True), ("3500", False), ("0348", False)):
+            (a, steps), (b, same) = paid(dense, text, stop=stop), paid(sparse, text, stop=stop)
+            assert a.sum() == pytest.approx(b.sum(), abs=1e-6) and steps == same
+            assert not b[:-1].any()
+    assert paid(make_env("tokens/running_sum", terms=3, process=3.0, dense=True), "3480", stop=False)[0].tolist() == [1, 1, 1, -3]
+
+
+def test_a_dense_component_may_fall_and_its_weight_may_be_traced():
+    def rewards(weight):
+        env = TokenEnvironment(Echo(), weights={"length": weight}, dense=("length", "exact"))
+        state, _ = env.pose(Problem(jnp.array([A]), jnp.array([A])))
+        return jax.lax.scan(lambda s, token: env.step(None, s, token), state, jnp.array([A, B, EOS]))[1].reward
+
+    # `exact` comes with the right letter, and is given back with the next.
+    np.testing.assert_allclose(jit(jax.vmap(rewards))(jnp.array([0.0, 2.0])), [[1, -1, 0], [3, 1, 0]])
+
+
+def test_what_cannot_be_dense_is_refused():
+    assert TokenEnvironment(Echo()).reset(jax.random.key(0))[0].paid is None  # and costs nothing where it is not asked for
+    with pytest.raises(ValueError, match="unknown reward component 'exat'"):
+        TokenEnvironment(Echo(), dense=("exat",))
+
+    class Graded(Echo):
+        def grade(self, problems, completions, lengths):
+            raise NotImplementedError
+
+    with pytest.raises(ValueError, match="graded on the host is only known at the end, so 'exact' cannot be dense"):
+        TokenEnvironment(Graded(), dense=("exact",))
+
+
+# Mixtures
+
+
+@pytest.mark.parametrize(("number", "name", "params"), [(0, "addition", {"digits": 1}), (1, "reversing", {"length": 2})])
+def test_the_same_text_has_the_same_log_probability_alone_and_in_a_mixture(number, name, params):
+    """The same parameters fit both, though the prompts of the mixture have more places."""
+    alone = make_env(f"tokens/{name}", **params)
+    mixed = make_env("tokens/addition_and_reversing", **{"digits": 4, "length": 7, **params})
+    more = mixed.task.prompt_length - alone.task.prompt_length
+    assert more > 0
+    model = Transformer(layers=2, width=16, heads=2, mlp=16)
+    weights = transformer(model, alone.observation_space).init(jax.random.key(0), None)
+    weights = jax.tree.map(lambda x: 10 * x, weights)  # so that what stands before a token matters
+
+    def log_probs(env, problem, words):
+        policy = transformer(model, env.observation_space)
+        state, first = env.pose(problem)
+        _, rest = jax.lax.scan(lambda s, word: env.step(None, s, word), state, words)
+        starts = jax.tree.map(lambda x, xs: jnp.concatenate([x[None], xs[:-1]])[:, None], first, rest)
+        carry = policy.start(weights, jax.tree.map(lambda x: x[None], first))
+        return policy.unroll(weights, carry, starts).distribution.log_prob(words[:, None])[:, 0], rest.reward
+
+    def both(key):
+        problem = alone.task.sample(key)
+        words = jnp.maximum(alone.task.demonstrate(key, problem), 0)
+        prompt = jnp.pad(problem.prompt, (more, 0), constant_values=-1)
+        answer = jnp.pad(problem.answer, (0, mixed.task.answer_length - len(problem.answer)), constant_values=-1)
+        return log_probs(alone, problem, words), log_probs(mixed, MixedProblem(prompt, answer, jnp.int32(number)), words)
+
+    (one, reward), (other, same) = jit(jax.vmap(both))(jax.random.split(jax.random.key(1), 8))
+    assert np.std(one) > 0.5
+    np.testing.assert_allclose(one, other, atol=1e-4)
+    np.testing.assert_array_equal(reward, same)
 
 
 # Tools

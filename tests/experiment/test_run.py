@@ -15,7 +15,9 @@ import pytest
 
 import rljax
 from rljax.cli import main
+from rljax.envs.wrappers import Wrapper
 from rljax.experiment import InputError, SaveError, checkpoint, evaluate, lanes, load, load_states, result, resume, run, train
+from rljax.experiment.config import elsewhere
 
 TINY = {
     "env": "CartPole-v1",
@@ -91,6 +93,8 @@ def test_evaluation_of_the_checkpoint_equals_the_logged_one(finished):
     steps, evaluation = evaluate(finished.path)
     assert steps == 640
     np.testing.assert_array_equal(np.mean(np.asarray(evaluation.returns, np.float64), 1), finished.eval_returns[:, -1])
+    _, same = evaluate(finished.path, overrides={"env": "CartPole-v1", "env_params.gravity": 9.8})
+    np.testing.assert_array_equal(same.returns, evaluation.returns)
     _, other = evaluate(finished.path, episodes=7, seed=5)
     assert other.returns.shape == (3, 7)
 
@@ -126,6 +130,63 @@ def test_lanes_are_padded_and_sharded(tmp_path):
     states = program.init(program.lanes, program.data)
     assert states.updates.shape == (4,)
     assert program.unpad(states).updates.shape == (3,)
+
+
+def test_an_evaluation_in_another_environment_plays_there(finished):
+    """Other parameters, other rewards, and actions that are drawn."""
+    _, short = evaluate(finished.path, overrides={"env_params.max_steps_in_episode": 3})
+    np.testing.assert_array_equal(short.lengths, 3)
+    _, other = evaluate(finished.path, overrides={"env": f"{__name__}:PaysTwo"})
+    np.testing.assert_array_equal(np.mean(other.returns, 1), 2 * finished.eval_returns[:, -1])
+    _, drawn = evaluate(finished.path, greedy=False)
+    assert np.any(np.mean(drawn.returns, 1) != finished.eval_returns[:, -1])
+
+
+class PaysTwo(Wrapper):
+    """CartPole-v1 with twice its reward."""
+
+    def __init__(self):
+        super().__init__(rljax.make_env("CartPole-v1"))
+
+    def step(self, key, state, action):
+        state, timestep = self.env.step(key, state, action)
+        return state, timestep.replace(reward=2 * timestep.reward)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"env": "Acrobot-v1"}, "env Acrobot-v1: its actions are Discrete(3), and those of the run Discrete(2)"),
+        ({"env": "StatelessCartPole"}, "env StatelessCartPole: parameter ['actor']['Dense_0']['kernel'] is [2, 8] and [4, 8]"),
+        ({"env": "Pendulum-v1"}, "its actions are Box([1])"),
+        ({"env": "CartPol-v1"}, "unknown env 'CartPol-v1'; did you mean 'CartPole-v1'"),
+        (
+            {"env_params.gravty": 1.0},
+            "unknown key env_params.gravty: CartPole-v1 has no parameter 'gravty'; did you mean 'gravity'",
+        ),
+        ({"env_params.gravity": "high"}, "env_params.gravity must be a number, got 'high'"),
+        ({"algo.learning_rate": 1.0}, "algo.learning_rate: an evaluation can change env and env_params.KEY alone"),
+    ],
+    ids=str,
+)
+def test_an_environment_that_does_not_fit_is_refused_in_one_line(finished, overrides, message):
+    with pytest.raises(InputError) as error:
+        evaluate(finished.path, overrides=overrides)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_what_an_evaluation_overrides_is_swept_no_more(tmp_path):
+    """Lanes stay as many as they are, and keep what else is swept."""
+    sweep = {"sweep.env_params.gravity": [9.8, 50.0], "sweep.env_params.force_mag": [10.0, 1.0], "env_params.tau": 0.02}
+    e = tiny(tmp_path, seeds=[0], **sweep)
+    place = elsewhere(e, {"env_params.gravity": 50.0})
+    assert place.env_params == {"tau": 0.02, "gravity": 50.0} and list(place.sweep) == ["env_params.force_mag"]
+    assert elsewhere(e, {"env": "Acrobot-v1"}).env_params == elsewhere(e, {"env": "Acrobot-v1"}).sweep == {}
+    program = lanes.build(e, place=place)
+    lengths = program.unpad(program.evaluate(program.lanes, program.init(program.lanes, program.data), program.data)).lengths
+    one, other = lengths[::2], lengths[1::2]  # the sweep sorts its keys: force_mag varies slowest
+    np.testing.assert_array_equal(one, other)
+    assert np.any(one[0] != one[1])
 
 
 def test_a_lane_of_many_is_close_to_the_solo_run(tmp_path, finished):

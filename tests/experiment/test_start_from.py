@@ -2,12 +2,28 @@
 
 import dataclasses
 import json
+import re
 
 import jax
 import numpy as np
 import pytest
 
-from rljax.experiment import InputError, load, load_states, parse_overrides, resume, run, train
+from rljax.envs.tokens import TokenEnvironment
+from rljax.experiment import (
+    InputError,
+    evaluate,
+    load,
+    load_states,
+    parse_overrides,
+    replay,
+    resume,
+    run,
+    sample_answers,
+    trace,
+    traces,
+    train,
+)
+from rljax.lm.tasks import Reversing
 
 SFT = """
 env = "tokens/reversing"
@@ -172,6 +188,50 @@ def test_without_files_it_starts_the_same_way(finished, folder):
     learnt = load_states(finished[0].experiment.start_from.path)[1].params
     for a, b in zip(leaves(states.reference), leaves(learnt), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-4)
+
+
+# Evaluation elsewhere
+
+
+def test_a_language_model_plays_any_task_over_its_alphabet(finished, tmp_path):
+    result, _ = finished
+    logged = [row["eval/return"] for row in rows(result.path) if row["step"] == 160]
+    _, own = evaluate(result.path, overrides={"env": "tokens/reversing"})
+    np.testing.assert_array_equal(np.asarray(own.returns, np.float64).mean(1), logged)
+    for overrides in ({"env_params.length": 4}, {"env": "tokens/addition", "env_params.digits": 3}):
+        evaluation = evaluate(result.path, 16, overrides=overrides)[1]
+        assert evaluation.returns.shape == (8, 16) and (evaluation.lengths <= 5).all() and evaluation.finished.all()
+    rewards, right = sample_answers(result.path, 4, 2, overrides={"env": "tokens/sorting"})
+    assert rewards.shape == right.shape == (8, 4, 2)
+
+
+def test_a_trace_of_another_environment_is_replayed_there(finished, tmp_path):
+    result, _ = finished
+    head, episodes = trace(result.path, 2, overrides={"env": "tokens/addition", "env_params.digits": 1})
+    assert all(re.fullmatch(r"\d\+\d=", row["prompt"]) and row["step"] == 160 for row in episodes)
+    traces.write(tmp_path / "said.jsonl", head, episodes)
+    assert replay(tmp_path / "said.jsonl") == (16, [])
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        ("CartPole-v1", "[model] takes token observations"),
+        (f"{__name__}:letters", "its actions are Discrete(4), and those of the run Discrete(22)"),
+    ],
+)
+def test_a_language_model_needs_as_many_tokens(finished, env, message):
+    refused(lambda: evaluate(finished[0].path, overrides={"env": env}), message)
+
+
+def letters():
+    class Letters(Reversing):
+        alphabet = "abc"
+
+        def text(self, characters):
+            return super().text("a")
+
+    return TokenEnvironment(Letters(2))
 
 
 # Resuming

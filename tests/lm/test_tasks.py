@@ -11,7 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rljax.lm import tasks
-from rljax.lm.tasks import Addition, Brackets, Calculator, ChainSum, Countdown, Multiplication, Reversing
+from rljax.lm.tasks import (
+    Addition,
+    Brackets,
+    Calculator,
+    ChainSum,
+    Countdown,
+    Mixture,
+    Multiplication,
+    Reversing,
+    RunningSum,
+)
 
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})  # compiling is all that costs here
 TASKS = {
@@ -23,6 +33,10 @@ TASKS = {
     "chain sum, two terms": ChainSum(2, 7),
     "chain sum, nine terms": ChainSum(9, 1),
     "chain sum, nine long terms": ChainSum(9, 7),
+    "running sum": RunningSum(4),
+    "running sum, one term": RunningSum(1),
+    "running sum, one to six terms": RunningSum(6, 1),
+    "running sum, many terms": RunningSum(32, 31),
     "reversing": Reversing(5),
     "reversing, one": Reversing(1),
     "sorting": Reversing(5, sort=True),
@@ -34,6 +48,8 @@ TASKS = {
     "multiplication": Multiplication(2),
     "multiplication, one digit": Multiplication(1, 0.0),
     "multiplication, four digits": Multiplication(4, 1.0),
+    "mixture": Mixture((Addition(3), Reversing(5)), (0.5, 0.5)),
+    "mixture of one": Mixture((Addition(2), RunningSum(4)), (0.0, 1.0)),
 }
 MANY = 300
 
@@ -104,12 +120,17 @@ def test_demonstrations_earn_the_full_reward_and_end(name):
         texts = [re.sub(r"\](=)", "](0)=", text) for text in texts]
     earned = rewards(name, texts)
     np.testing.assert_array_equal(earned[:, 0], 1.0)
-    if task.components[1:] == ("format",):
+    if task.components[1:] in [("format",), ("steps",)]:
         np.testing.assert_array_equal(earned[:, 1], 1.0)
 
 
 def solve(name, prompt):
     """The one right answer to a prompt."""
+    if name.startswith("running") or name == "mixture of one":
+        terms = list(map(int, prompt[:-1].split("+")))
+        return "".join(str(sum(terms[: i + 1]) % 10) for i in range(len(terms)))
+    if name == "mixture" and "+" in prompt:
+        return str(sum(map(int, prompt[:-1].split("+"))))
     if name.startswith(("addition", "chain")):
         answer = str(sum(map(int, prompt[:-1].split("+"))))
         return answer[::-1] if "reversed" in name else answer
@@ -123,6 +144,8 @@ EXACT = [name for name in TASKS if not name.startswith(("brackets", "countdown")
 SHAPES = {
     "addition": r"\d{1,8}\+\d{1,8}=",
     "chain": r"\d{1,7}(\+\d{1,7}){1,8}=",
+    "running": r"\d(\+\d){0,31}=",
+    "mixture": r"\d{1,5}=|\d{1,3}(\+\d{1,3}){1,3}=",
     "reversing": r"\d{1,5}=",
     "sorting": r"\d{1,5}=",
     "multiplication": r"\d{1,4}\*\d{1,4}\?",
@@ -135,7 +158,7 @@ def test_prompts_and_right_answers(name):
     shape = SHAPES[re.split(r"[ ,]", name)[0]]
     for prompt in asked:
         assert re.fullmatch(shape, prompt), prompt
-        if "reversing" not in name and name != "sorting":
+        if "reversing" not in name and name not in ("sorting", "mixture"):
             assert all(number == str(int(number)) for number in re.findall(r"\d+", prompt)), prompt
     np.testing.assert_array_equal(rewards(name, [solve(name, prompt) for prompt in asked])[:, 0], 1.0)
 
@@ -183,6 +206,92 @@ def test_of_two_products_none_counts():
     called = rewards("multiplication", ["[1*1](1)" + answer for answer in right])
     np.testing.assert_array_equal(called, 1.0)
     np.testing.assert_array_equal(rewards("multiplication", right)[:, 1], 0.0)
+
+
+# Running sums
+
+
+def test_running_sums_by_hand():
+    task = RunningSum(4)
+    ids = jnp.asarray(task.tokenizer.encode("3+1+4+5="), jnp.int32)
+    problem = tasks.Problem(ids, jnp.asarray([3, 4, 8, 3], jnp.int32))
+    scores = {
+        "3483": (1, 1),
+        "": (0, 0),
+        "3": (0, 0.25),
+        "34": (0, 0.5),
+        "348": (0, 0.75),
+        "34830": (0, 1),  # right to its end, and then more
+        "3583": (0, 0.25),  # what comes after a mistake counts for nothing
+        "0483": (0, 0),
+        "3 483": (0, 0.25),
+        "3,4,8,3": (0, 0.25),
+    }
+    verify = jit(task.verify)
+    for said, expected in scores.items():
+        rest = [3, 4, 8, 3, 3, 3, 3, 3][len(said) :]  # what lies past the length is no part of it
+        completion = jnp.asarray([*task.tokenizer.encode(said), *rest], jnp.int32)
+        np.testing.assert_array_equal(verify(problem, completion, jnp.int32(len(said))), expected, said)
+
+
+def test_the_number_of_terms_is_drawn_between_both_ends():
+    def counts(name):
+        return np.bincount([prompt.count("+") + 1 for prompt in prompts(name)], minlength=7)
+
+    assert counts("running sum")[4] == MANY
+    drawn = counts("running sum, one to six terms")
+    assert drawn[0] == 0 and drawn[1:].sum() == MANY
+    assert (abs(drawn[1:] - MANY / 6) < 4 * (MANY * 5 / 36) ** 0.5).all()  # four deviations of a uniform draw
+    # A share is of the problem's own terms.
+    names = "running sum, one to six terms"
+    halves = [solve(names, prompt)[: (prompt.count("+") + 1) // 2] for prompt in prompts(names)]
+    expected = [len(half) / (prompt.count("+") + 1) for half, prompt in zip(halves, prompts(names), strict=True)]
+    np.testing.assert_allclose(rewards(names, halves)[:, 1], expected, rtol=1e-6)
+
+
+def test_running_sums_of_odd_sizes_are_refused():
+    for terms, low, name in ((0, 0, "terms"), (33, 0, "terms"), (4, 5, "min_terms"), (4, -1, "min_terms")):
+        with pytest.raises(ValueError, match=rf"env_params\.{name} must be"):
+            RunningSum(terms, low)
+
+
+# Mixtures
+
+
+def test_a_mixture_draws_as_many_of_each_task_as_its_share_says():
+    task, keys = TASKS["mixture"], jax.random.split(jax.random.key(3), MANY)
+    draw = jit(lambda share: jax.vmap(tasks.addition_and_reversing(3, 5, share).task.sample)(keys))
+    for share in (0.0, 0.25, 1.0):
+        problems = draw(share)
+        is_sum = ["+" in text_of(task, prompt) for prompt in np.asarray(problems.prompt)]
+        np.testing.assert_array_equal(problems.task, np.where(is_sum, 0, 1))
+        assert abs(sum(is_sum) - share * MANY) <= 4 * (share * (1 - share) * MANY) ** 0.5
+    with pytest.raises(ValueError, match=r"env_params\.share must be 0 to 1"):
+        tasks.addition_and_reversing(share=1.5)
+
+
+def test_a_problem_of_a_mixture_is_judged_by_its_own_task():
+    """The answer that the other task would call right is wrong, and a component that the own task lacks is 0."""
+    mixture = Mixture((Addition(2), RunningSum(2)), (0.5, 0.5))
+    assert mixture.components == ("exact", "steps")
+    verify = jit(mixture.verify)
+    ids = jnp.asarray([-1, -1, *mixture.tokenizer.encode("7+5=")], jnp.int32)
+    answers = {0: "12", 1: "72"}
+    scores = {(0, "12"): (1, 0), (0, "72"): (0, 0), (1, "72"): (1, 1), (1, "12"): (0, 0), (1, "71"): (0, 0.5)}
+    for (number, said), expected in scores.items():
+        answer = jnp.asarray([*mixture.tokenizer.encode(answers[number]), -1], jnp.int32)
+        problem = tasks.MixedProblem(ids, answer, jnp.int32(number))
+        completion = jnp.asarray([*mixture.tokenizer.encode(said), 9, 9], jnp.int32)
+        np.testing.assert_array_equal(verify(problem, completion, jnp.int32(2)), expected)
+
+
+def test_a_mixture_needs_one_alphabet():
+    class Letters(Reversing):
+        alphabet = "abc"
+
+    for members, shares in (((Addition(), Letters()), (0.5, 0.5)), ((Addition(), Reversing()), (1.0,)), ((), ())):
+        with pytest.raises(ValueError, match="the same alphabet"):
+            Mixture(members, shares)
 
 
 # Brackets
