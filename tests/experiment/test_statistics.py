@@ -1,9 +1,10 @@
+import itertools
 import warnings
 
 import numpy as np
 import pytest
 
-from rljax.experiment.statistics import bootstrap_interval, bootstrap_intervals, iqm
+from rljax.experiment.statistics import best_of_n, bootstrap_interval, bootstrap_intervals, iqm
 
 
 def test_iqm_by_hand():
@@ -81,3 +82,16 @@ def test_intervals_of_a_table_are_those_of_its_rows():
     np.testing.assert_allclose(bootstrap_intervals(table, 500), expected, rtol=1e-12)
     big = np.random.default_rng(4).normal(size=(2, 2**12))  # drawn in several batches
     np.testing.assert_allclose(bootstrap_intervals(big, 300), [bootstrap_interval(row, resamples=300) for row in big], rtol=1e-12)
+
+
+def test_best_of_n_by_enumeration():
+    scores = np.array([[0.3, -1.0, 2.0, 0.9], [5.0, 4.0, 3.0, 2.0]])
+    values = np.array([[1.0, 2.0, 3.0, 4.0], [0.0, 1.0, 0.0, 1.0]])
+    for n in range(1, 5):
+        expected = [
+            np.mean([v[list(drawn)][np.argmax(s[list(drawn)])] for drawn in itertools.combinations(range(4), n)])
+            for s, v in zip(scores, values, strict=True)
+        ]
+        np.testing.assert_allclose(best_of_n(scores, values, n), expected)
+    with pytest.raises(ValueError, match="n must be 1 to the 4"):
+        best_of_n(scores, values, 5)
