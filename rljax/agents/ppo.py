@@ -232,7 +232,7 @@ def make(config: Config, env: Environment) -> Agent:
             log_prob, ref_log_prob = (jnp.where(choices, x, 0.0) for x in (log_prob, reference.log_prob(episodes.samples)))
             rewards = kl.kl_reward(rewards, log_prob, ref_log_prob, choices, state.kl_coef)  # type: ignore[arg-type]
             metrics = leash_metrics(log_prob, ref_log_prob, lambda x, how="token": losses.masked_mean(x, choices, how))  # type: ignore
-            metrics |= {"kl_coef": jnp.asarray(state.kl_coef)}
+            metrics["kl_coef"] = jnp.asarray(state.kl_coef)
         return normalization.scale(rewards, choices) if config.scale_rewards else rewards, metrics
 
     def step(state: TrainState, data: Any = None) -> tuple[TrainState, dict[str, Any]]:
@@ -271,8 +271,8 @@ def make(config: Config, env: Environment) -> Agent:
             rewards = jnp.clip(rewards / normalization.standard_deviation(return_stats), -10.0, 10.0)
         if is_language:
             following = output.value[1:]
-            rewards, leash_metrics = leashed(state, data, trajectory, log_prob, rewards)
-            metrics |= leash_metrics
+            rewards, of_leash = leashed(state, data, trajectory, log_prob, rewards)
+            metrics |= of_leash
         else:
             following = next_values(policy, state.params, trajectory, output.value)
         advantages, targets = returns.gae(

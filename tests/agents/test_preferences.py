@@ -122,7 +122,10 @@ def test_losses_by_hand(loss, monkeypatch):
     assert int(metrics["implicit_reward/accuracy"][0]) == int((gain > pain)[:3].sum())
 
 
-@pytest.mark.parametrize("loss", dpo.LOSSES)
+IN_CI = ("sigmoid", "kto", "simpo")
+
+
+@pytest.mark.parametrize("loss", [*IN_CI, *(pytest.param(x, marks=pytest.mark.slow) for x in dpo.LOSSES if x not in IN_CI)])
 def test_the_family_learns_what_is_preferred(loss):
     """A separable task: more of ``a`` is better. The implicit reward ranks more than nine pairs in ten right."""
     env = TokenEnvironment(CountsA(), truncated_counts=True)
@@ -159,7 +162,9 @@ def reward_config(**changes):
     return reward_model.Config(**{**plain, **changes})
 
 
-@pytest.mark.parametrize("options", [{}, dict(level="token"), dict(ensemble=3, pays="lowest"), dict(margin_coef=1.0)], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, dict(level="token"), pytest.param(dict(ensemble=3, pays="lowest"), marks=pytest.mark.slow)], ids=str
+)
 def test_a_reward_model_ranks_what_it_has_not_seen(options):
     env = TokenEnvironment(CountsA(), truncated_counts=True)
     agent = rljax.make_agent(reward_config(**options), env)
