@@ -43,6 +43,8 @@ TARGETS = {
     "ppo_breakout": (">= 25 within 10M", "28, gymnax README, PPO at 10M"),
     "ppo_inverted_pendulum": ("1000", "the most that 1,000 steps pay"),
     "ppo_ant": ("clearly climbing", "brax's own PPO at equal settings, below"),
+    "ppo_hopper": ("clearly climbing", "brax's own PPO at equal settings, below"),
+    "sac_hopper": ("clearly climbing", ""),
     "ppo_mountain_car": (">= -110 within 1M", "-110, rl-baselines3-zoo, PPO at 1M"),
     "ppo_mountain_car_continuous": (">= 92", "92, gymnax README"),
     "ppo_inverted_double_pendulum": ("9360", "the most that 1,000 steps pay"),
