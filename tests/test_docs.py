@@ -68,6 +68,14 @@ def blocks(page: str) -> list[Block]:
     ]
 
 
+def tiny(e: experiment.Experiment) -> experiment.Experiment:
+    """What runs first is as short, and no more pairs are sampled than that takes."""
+    sources = {key: tiny(source) for key in ("start_from", "reward_from") if (source := getattr(e, key)) is not None}
+    few = {name: 32 for name in ("num_pairs", "num_heldout") if hasattr(e.algo, name)}
+    algo = dataclasses.replace(e.algo, **few)
+    return dataclasses.replace(e, total_steps=min(e.total_steps, TINY["total_steps"]), algo=algo, **sources)
+
+
 class Page:
     """Runs the blocks of one page one after the other, as a reader would."""
 
@@ -79,7 +87,7 @@ class Page:
         load, run = experiment.load, experiment.run
 
         def tiny_load(path=None, overrides=None):
-            return load(path, {**(overrides or {}), **TINY})
+            return tiny(load(path, {**(overrides or {}), **TINY}))
 
         def noted_run(*args, **kwargs):
             result = run(*args, **kwargs)

@@ -2,6 +2,7 @@
 
 import json
 import types
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -102,3 +103,8 @@ def test_pairs_of_a_file_are_collected_as_they_stand(tmp_path):
         rljax.make_agent(dpo.Config(num_pairs=3, model=model), env)
     with pytest.raises(ValueError, match=r"algo.num_pairs \+ algo.num_heldout \(3\) is more than the 2 pairs"):
         rljax.make_agent(reward_model.Config(num_pairs=2, num_heldout=1, model=model), env)
+
+
+def test_the_example_of_a_file_is_without_faults():
+    rows = pairs.load_pairs(Path(__file__).parents[2] / "experiments/data/preferences.jsonl")
+    assert len(rows) == 12 and {row["margin"] for row in rows} == {1.0, 2.0}
