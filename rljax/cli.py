@@ -203,6 +203,8 @@ def _redteam(arguments: argparse.Namespace) -> int:
 
 
 def _eval(arguments: argparse.Namespace) -> int:
+    import numpy as np
+
     from rljax.experiment import InputError, evaluate, load_run
 
     if arguments.episodes is not None and arguments.episodes < 1:
@@ -220,8 +222,10 @@ def _eval(arguments: argparse.Namespace) -> int:
     for lane, returns, lengths, finished in zip(lanes, evaluation.returns, evaluation.lengths, evaluation.finished, strict=True):
         settings = "".join(f"  {key}={value:g}" for key, value in lane.items() if key not in ("lane", "seed"))
         unfinished = f"  {int((~finished).sum())} unfinished" if not finished.all() else ""
+        known = returns[~np.isnan(returns)]
+        mean, std = (known.mean(), known.std()) if known.size else (float("nan"), float("nan"))
         print(
-            f"lane {lane['lane']:>3}  seed {lane['seed']:>3}{settings}  return {returns.mean():.2f} +- {returns.std():.2f}  "
+            f"lane {lane['lane']:>3}  seed {lane['seed']:>3}{settings}  return {mean:.2f} +- {std:.2f}  "
             f"length {lengths.mean():.1f}{unfinished}"
         )
     return 0
@@ -442,7 +446,8 @@ class _Progress:
             self._bar.update(self._task, total=total, completed=step, description=f"{step:,}/{total:,}  {speed}")
         if event["evaluation"] is not None:
             dead = {failure["lane"] for failure in event["failed"]}
-            means = [r.mean() for lane, r in enumerate(event["evaluation"].returns) if lane not in dead]
+            known = [r[r == r] for lane, r in enumerate(event["evaluation"].returns) if lane not in dead]  # NaN is not itself
+            means = [r.mean() if r.size else float("nan") for r in known]
             spread = f"{sum(means) / len(means):9.2f}  ({min(means):.2f} .. {max(means):.2f})" if means else "every lane failed"
             text = f"{step:>12,}/{total:,}  return {spread}"
             self._print(
@@ -451,19 +456,20 @@ class _Progress:
 
     @staticmethod
     def _language(totals: dict[str, Any], dead: set[int]) -> str:
-        """What must be watched together with the return, where episodes come in groups: means over the lanes that live."""
+        """What must be watched together with the return, of episodes in groups or on a leash: means over the lanes that live."""
 
         def mean(name: str) -> float:
             pairs = [(s, n) for lane, (s, n) in enumerate(zip(*totals[name], strict=True)) if lane not in dead and n]
             return sum(s / n for s, n in pairs) / len(pairs) if pairs else float("nan")
 
-        if not totals or "flat_groups" not in totals:
+        if not totals or not {"flat_groups", "kl_reference/episode"} & set(totals):
             return ""
         spread = max(mean("episode/return_square") - mean("episode/return") ** 2, 0.0) ** 0.5
         kl = f"  KL {mean('kl_reference/episode'):.3f}" if "kl_reference/episode" in totals else ""
+        flat = f"  flat {mean('flat_groups'):.0%}" if "flat_groups" in totals else ""
         return (
             f"  sampled {mean('episode/return'):.2f} +- {spread:.2f}{kl}  entropy {mean('entropy'):.2f}"
-            f"  length {mean('episode/length'):.1f}  flat {mean('flat_groups'):.0%}"
+            f"  length {mean('episode/length'):.1f}{flat}"
         )
 
 

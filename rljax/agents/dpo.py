@@ -15,7 +15,7 @@ from jax import Array
 
 from rljax.agents.base import Agent, whole
 from rljax.agents.on_policy import acting
-from rljax.agents.preferences import Completions, Pairs, collect_pairs, log_probs
+from rljax.agents.preferences import Completions, Pairs, check_pairs, collect_pairs, log_probs
 from rljax.envs import Environment, Tokens
 from rljax.networks import Transformer, transformer
 from rljax.ops import losses
@@ -89,6 +89,7 @@ def make(config: Config, env: Environment) -> Agent:
         raise ValueError("algo.name dpo needs an environment of tokens, such as tokens/addition")
     if isinstance(config.smoothing, float) and config.smoothing and config.loss not in ("sigmoid", "robust"):
         raise ValueError(f'algo.smoothing is of the losses "sigmoid" and "robust"; with "{config.loss}" leave it at 0')
+    check_pairs(env, config.num_pairs, "algo.num_pairs")
     policy = transformer(config.model, space)
     optimizer = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.scale_by_adam(eps=config.adam_eps))
 

@@ -28,7 +28,7 @@ from rljax.agents.on_policy import (
     rollout,
     shuffled_minibatches,
 )
-from rljax.envs import Box, Environment, TimeStep, Tokens, vectorize
+from rljax.envs import Box, Environment, TimeStep, Tokens, group, vectorize
 from rljax.networks import Policy, Transformer, actor_critic, transformer
 from rljax.networks.distributions import log_prob_and_entropy
 from rljax.networks.policy import DISTRIBUTIONS, NETWORKS, with_critic
@@ -136,7 +136,7 @@ def make(config: Config, env: Environment) -> Agent:
         not fit the environment's spaces, a linear schedule without ``anneal_steps``, an option that only language models have
         for another network, and the reverse.
     """
-    envs = vectorize(env, config.num_envs)
+    envs = vectorize(env, config.num_envs) if config.model is None else group(env, config.num_envs, 1)
     policy = make_policy(config, env)
     space, model = env.observation_space, config.model
     is_language = model is not None

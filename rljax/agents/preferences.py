@@ -54,6 +54,13 @@ class Pairs(struct.PyTreeNode):
     counts: Array
 
 
+def check_pairs(env: Environment, number: int, keys: str) -> None:
+    """Raises ValueError, naming ``keys``, where the environment's file of preferences has fewer than ``number`` pairs."""
+    recorded = getattr(getattr(env, "task", None), "preferences", None)
+    if recorded is not None and len(recorded[0]) < number:
+        raise ValueError(f"{keys} ({number}) is more than the {len(recorded[0])} pairs of env_params.preferences")
+
+
 def collect_pairs(
     env: Environment, model: Transformer, params: Any, key: Array, num_pairs: int, answers: int, label_noise: Array | float
 ) -> Pairs:
@@ -61,17 +68,12 @@ def collect_pairs(
 
     A sample has ``answers`` completions of each prompt, drawn from the model with ``params``; the best and the worst of them by
     the environment's own reward (`as_evaluated`) are a pair. The labels are wrong with probability ``label_noise``.
-
-    Raises:
-      ValueError: no environment of tokens, or a file with fewer pairs.
     """
     space = env.observation_space
     assert isinstance(space, Tokens)
     recorded = getattr(getattr(env, "task", None), "preferences", None)
     sample_key, noise_key = jax.random.split(key)
     if recorded is not None:
-        if len(recorded[0]) < num_pairs:
-            raise ValueError(f"algo.num_pairs ({num_pairs}) is more than the {len(recorded[0])} pairs of env_params.file")
         chosen, rejected, margin = (jnp.asarray(x[:num_pairs]) for x in recorded)
         chosen, rejected = (Completions(x, x[:, space.prompt :] >= 0) for x in (chosen, rejected))
         pairs = Pairs(chosen, rejected, margin, jnp.ones(num_pairs, bool))

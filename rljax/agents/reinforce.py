@@ -17,7 +17,7 @@ from jax.flatten_util import ravel_pytree
 
 from rljax.agents.base import Agent
 from rljax.agents.on_policy import Episodes, acting, first_episodes
-from rljax.envs import Environment, vectorize
+from rljax.envs import Environment, group
 from rljax.networks import PolicyOutput, actor_critic
 from rljax.networks.policy import DISTRIBUTIONS, NETWORKS
 from rljax.networks.torsos import ACTIVATIONS
@@ -65,7 +65,7 @@ def make(config: Config, env: Environment) -> Agent:
       ValueError: one line that names the key: a mean baseline of a single episode, a network or distribution that does not fit
         the environment's spaces.
     """
-    envs = vectorize(env, config.num_envs)
+    envs = group(env, config.num_envs, 1)
     policy = actor_critic(
         env.observation_space,
         env.action_space,

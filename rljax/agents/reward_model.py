@@ -15,7 +15,7 @@ from jax import Array
 
 from rljax.agents.base import Agent, whole
 from rljax.agents.on_policy import acting
-from rljax.agents.preferences import Pairs, collect_pairs
+from rljax.agents.preferences import Pairs, check_pairs, collect_pairs
 from rljax.envs import Environment, Tokens
 from rljax.networks import Transformer, transformer
 from rljax.networks.reward import RewardModel, reward_model
@@ -73,6 +73,7 @@ def make(config: Config, env: Environment) -> Agent:
     space = env.observation_space
     if not isinstance(space, Tokens):
         raise ValueError("algo.name reward_model needs an environment of tokens, such as tokens/addition")
+    check_pairs(env, config.num_pairs + config.num_heldout, "algo.num_pairs + algo.num_heldout")
     network = of_config(config, space)
     policy = transformer(config.model, space)
     optimizer = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.scale_by_adam(eps=config.adam_eps))

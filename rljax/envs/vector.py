@@ -158,8 +158,13 @@ def vectorize(env: Environment, num_envs: int, reset_pool: int | None = None) ->
         many steps; 0 draws each start state afresh; None takes the environment's own ``reset_pool``, or 0.
 
     Raises:
-      ValueError: ``num_envs`` below 1.
+      ValueError: ``num_envs`` below 1, or rewards that are only known when an episode has ended, which a step cannot give;
+        whoever plays whole episodes and asks ``env.outcome`` takes `group`.
     """
+    if getattr(env, "outcome", None) is not None:
+        raise ValueError(
+            "algo.name: a grader or a reward model pays whole episodes, which grpo, reinforce, and ppo with a [model] play"
+        )
     return group(env, num_envs, 1, reset_pool)
 
 

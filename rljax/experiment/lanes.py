@@ -135,17 +135,11 @@ def build(
     first_env = _checked(lambda: first_environment(place))
     fixed_env = None if swept_params else first_env
 
-    def judge(space: Any) -> RewardModel:
-        source = experiment.reward_from
-        assert source is not None
-        model = dataclasses.replace(source.algo.model, lora_rank=0)  # adapters have been merged
-        return reward_model.of_config(dataclasses.replace(source.algo, model=model), space)
-
     def bind(lane: Any) -> tuple[Environment, Agent]:
         _, algo, env_params, reward = lane
         env = fixed_env or make_env(place.env, **{**place.env_params, **{key: env_params[key] for key in swept_params}})
         if reward is not None:
-            env = LearnedReward(env, functools.partial(judge(env.observation_space).pays, reward))
+            env = LearnedReward(env, functools.partial(judge(experiment, env.observation_space).pays, reward))
         return env, make_agent(dataclasses.replace(experiment.algo, **algo), env)
 
     traces = {"init": 0, "chunk": 0, "evaluate": 0}
@@ -181,6 +175,10 @@ def build(
     if swept:  # what an agent checks of its options it can only see where they are numbers
         for algo in {tuple((key[5:], row[key]) for key in swept) for row in experiment.lanes()}:
             _checked(lambda algo=algo: make_agent(dataclasses.replace(experiment.algo, **dict(algo)), first_env))
+    if experiment.reward_from is not None:
+        if not isinstance(first_env.observation_space, Tokens):
+            raise InputError(f"reward_from: a reward model pays for tokens, and {experiment.env} has none")
+        _checked(lambda: make_agent(experiment.algo, LearnedReward(first_env, lambda context, lengths: lengths)))
     updates = max(1, -(-(experiment.total_steps - init_steps) // env_steps))
     updates_per_chunk = max(1, -(-updates // (experiment.evals * CHUNKS_PER_EVAL)))
     num_chunks = -(-updates // updates_per_chunk)
@@ -205,6 +203,14 @@ def build(
         traces=traces,
     )
     return dataclasses.replace(program, lanes=program.pad(lanes))
+
+
+def judge(experiment: Experiment, space: Any) -> RewardModel:
+    """The network of ``reward_from``, for completions in ``space``."""
+    source = experiment.reward_from
+    assert source is not None
+    model = dataclasses.replace(source.algo.model, lora_rank=0)  # adapters have been merged
+    return reward_model.of_config(dataclasses.replace(source.algo, model=model), space)
 
 
 def evaluation_key(experiment: Experiment) -> Array:

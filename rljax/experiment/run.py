@@ -25,12 +25,12 @@ from jax import Array
 
 from rljax.agents import Agent, make_agent
 from rljax.agents.base import whole
-from rljax.envs import Box, Tokens, make_env, space_text
+from rljax.envs import Box, make_env, space_text
 from rljax.experiment import health, report, traces
 from rljax.experiment.checkpoint import Checkpoints, SaveError
 from rljax.experiment.config import Experiment, InputError, elsewhere, load
 from rljax.experiment.evaluation import Evaluation
-from rljax.experiment.lanes import Program, build, evaluate_random, first_environment
+from rljax.experiment.lanes import Program, build, evaluate_random, first_environment, judge
 from rljax.networks.transformer import merge
 
 Listener = Callable[[dict[str, Any]], None]
@@ -97,7 +97,7 @@ def run(
             say({"event": "note", "text": f"first {source.name}, which this starts from"})
             return _check_params(experiment, _params_of(run(source, listener=listener, argv=argv).states, source, experiment))
 
-        def judge() -> Any:
+        def pay() -> Any:
             """Parameters of the reward models, of all lanes, or None: trains what ``reward_from`` names, if need be."""
             source = experiment.reward_from
             if source is None:
@@ -106,7 +106,7 @@ def run(
             return _params_of(run(source, listener=listener, argv=argv).states, source, experiment)
 
         try:
-            return _train(experiment, path, info, say, argv or sys.argv, start, judge)
+            return _train(experiment, path, info, say, argv or sys.argv, start, pay)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise SaveError(f"cannot write to {path}: {error.strerror}; its last checkpoint stays valid") from error
@@ -146,13 +146,14 @@ def _paid(program: Program, params: Any) -> Program:
     source = program.experiment.reward_from
     assert source is not None
     model = source.algo.model
-    if not isinstance(program.env.observation_space, Tokens):
-        raise InputError(f"reward_from: a reward model pays for tokens, and {program.experiment.env} has none")
     if model.lora_rank:
         from rljax.lm import fetch, weights
 
         base = weights.load(fetch.locate(model.path))[1]
         params = jax.jit(jax.vmap(jax.vmap(lambda adapters: merge(model, whole(adapters, {"base": base})))))(params)
+    wanted = jax.eval_shape(judge(program.experiment, program.env.observation_space).init, jax.random.key(0))
+    if difference := _difference(wanted, _of_one_lane(params)):
+        raise InputError(f"reward_from: {difference}, here and there: {source.name} was trained on other tokens")
     return program.paid_by(params)
 
 
@@ -226,12 +227,12 @@ def _train(
     say: Listener,
     argv: list[str],
     start: Callable[[], Any],
-    judge: Callable[[], Any],
+    pay: Callable[[], Any],
 ) -> Result:
     clock = time.perf_counter
     began = clock()
     program, pretrained = _with_weights(build(experiment))
-    program = _paid(program, judge())
+    program = _paid(program, pay())
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.toml").write_text(experiment.to_toml())
     checkpoints = Checkpoints(path / "checkpoints")
@@ -473,6 +474,8 @@ def _reopen(
     number, steps, states = _restore(own, path, checkpoint)
     if not overrides and greedy:
         return own, number, steps, states
+    if overrides and lane_agent(experiment, 0).measure is not None:
+        raise InputError(f"{path}: a {experiment.algo_name} is measured on pairs of its own, and plays in no other environment")
     place = elsewhere(experiment, overrides or {})
     program = dataclasses.replace(build(experiment, place=place, greedy=greedy), data=own.data)
     here, there = (_of_one_lane(jax.eval_shape(p.init, p.lanes, p.data).params) for p in (program, own))
@@ -500,6 +503,8 @@ def replay(file: str | Path) -> tuple[int, list[str]]:
 
 
 def _random_baseline(experiment: Experiment) -> dict[str, Any]:
+    if lane_agent(experiment, 0).measure is not None:  # evaluations report no returns
+        return {"return": None, "std": None, "episodes": 0}
     returns = np.asarray(evaluate_random(experiment).returns, np.float64)
     returns = returns[~np.isnan(returns)]  # without those whose reward could not be had
     mean, std = (returns.mean(), returns.std()) if returns.size else (None, None)
@@ -636,6 +641,8 @@ def export(path: str | Path, lane: int, target: str | Path) -> Path:
     model = getattr(experiment.algo, "model", None)
     if model is None:
         raise InputError(f"{path}: {experiment.algo_name} on {experiment.env} is no language model")
+    if lane_agent(experiment, 0).policy is None:
+        raise InputError(f"{path}: what a {experiment.algo_name} has learnt is no language model")
     if not 0 <= lane < len(experiment.lanes()):
         raise InputError(f"--lane must be from 0 to {len(experiment.lanes()) - 1}, got {lane}")
     program, _ = _with_weights(build(experiment))

@@ -265,10 +265,12 @@ def load_jsonl(
         place = f"{path}, line {number}"
         try:
             row = json.loads(line.decode())
-        except ValueError as error:  # of JSON or of UTF-8
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{place}: not valid JSON: {error.msg}, at column {error.colno}") from error
+        except UnicodeDecodeError as error:
             raise ValueError(f"{place}: not valid JSON: {error}") from error
         if not isinstance(row, dict):
-            raise ValueError(f'{place}: must be an object, as in {{"prompt": "2 + 2 =", "answer": "4"}}, got {str(row)[:60]!r}')
+            raise ValueError(f"{place}: must be an object with prompt or messages, {' and '.join(required)}, got {str(row)[:60]}")
         if ("prompt" in row) == ("messages" in row):
             raise ValueError(f"{place}: must have either prompt or messages, got the keys {', '.join(row) or 'none'}")
         if not isinstance(row.get("prompt", ""), str):

@@ -60,7 +60,7 @@ def encode_pairs(
       prompts: their tokens.
 
     Raises:
-      ValueError: a prompt or completion that is too long, with its place in the file.
+      ValueError: a prompt or completion that is too long, or holds an end token, with its place in the file.
     """
     sides = [np.full((len(rows), prompt_length + max_tokens), -1, np.int32) for _ in range(2)]
     for i, (row, prompt) in enumerate(zip(rows, prompts, strict=True)):
@@ -71,6 +71,8 @@ def encode_pairs(
             )
         for key, contexts in zip(("chosen", "rejected"), sides, strict=True):
             said = [*tokenizer.encode(row[key], bos=False), tokenizer.eos_ids[0]]
+            if not set(tokenizer.eos_ids).isdisjoint(said[:-1]):
+                raise ValueError(f"{row['place']}: {key} holds an end token, which is added to every side: leave it out")
             if len(said) > max_tokens:
                 raise ValueError(
                     f"{row['place']}: {key} has {len(said)} tokens with its end, more than env_params.max_tokens ({max_tokens})"

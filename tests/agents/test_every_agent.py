@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import rljax
-from rljax.agents import AGENTS, a2c, c51, dqn, grpo, ppo, pqn, reinforce, sac, sft, td3
+from rljax.agents import AGENTS, a2c, c51, dpo, dqn, grpo, ppo, pqn, reinforce, reward_model, sac, sft, td3
 from rljax.envs import Box, Discrete, restart
 from rljax.experiment import evaluate_agent
 from rljax.networks import Transformer, actor_critic
@@ -38,8 +38,11 @@ SMALL = {
     "td3": td3.Config(**OFF_POLICY, target_tau=0.05),
     "sft": sft.Config(batch_size=8, model=TRANSFORMER),
     "grpo of tokens": grpo.Config(num_groups=4, group_size=4, num_minibatches=2, kl_coef=0.1, model=TRANSFORMER),
+    "ppo of tokens": ppo.Config(num_envs=8, num_minibatches=2, num_epochs=2, kl_coef=0.1, model=TRANSFORMER),
+    "dpo": dpo.Config(num_pairs=32, batch_size=8, answers=4, model=TRANSFORMER),
+    "reward_model": reward_model.Config(num_pairs=32, num_heldout=8, batch_size=8, answers=4, ensemble=2, model=TRANSFORMER),
 }
-TOKENS = ("sft", "grpo of tokens")
+TOKENS = ("sft", "grpo of tokens", "ppo of tokens", "dpo", "reward_model")
 EVERY = tuple(SMALL)
 UPDATES = {"reinforce": 100, "a2c": 150, "grpo": 150, "pqn": 150}  # calls of step; the others get 60
 VALUE_BASED = ("a2c", "ppo", "pqn", "dqn", "c51", "sac")
@@ -151,6 +154,8 @@ def plain(tree):
 VARIANTS = {
     "ppo": dict(normalize_observations=True, normalize_rewards=True),
     "grpo": dict(kl_coef=0.1),
+    "ppo of tokens": dict(kl_target=0.1, scale_rewards=True, value_network="separate"),
+    "dpo": dict(loss="kto", likelihood_coef=0.5, label_noise=0.1),
     "dqn": dict(prioritized=True, n_step=3, duelling=True),
 }
 

@@ -10,7 +10,7 @@ import pytest
 import rljax
 from rljax.agents import ppo
 from rljax.agents.on_policy import first_episodes
-from rljax.envs import vectorize
+from rljax.envs import group, vectorize
 from rljax.envs.tokens import TokenEnvironment
 from rljax.envs.wrappers import LearnedReward
 from rljax.lm.tasks import Calculator
@@ -119,7 +119,7 @@ def test_a_learned_reward_pays_at_the_end_or_for_each_token():
     policy = transformer(MODEL, ENV.observation_space)
     params = policy.init(jax.random.key(0), jax.vmap(ENV.reset)(jax.random.key(0)[None])[1])
     for env in (whole, each):
-        episodes = jit(lambda env=env: first_episodes(policy, vectorize(env, 32), params, jax.random.key(2), T))()
+        episodes = jit(lambda env=env: first_episodes(policy, group(env, 32, 1), params, jax.random.key(2), T))()
         lengths = episodes.mask.sum(0)
         assert len(set(lengths.tolist())) > 1
         np.testing.assert_array_equal(episodes.returns, lengths)

@@ -1,6 +1,7 @@
 """Language models as experiments: ``[model]`` in a config, lanes that begin with what their seed has learnt, resuming."""
 
 import dataclasses
+import functools
 import json
 import re
 
@@ -8,10 +9,13 @@ import jax
 import numpy as np
 import pytest
 
+from rljax.agents import make_agent
 from rljax.envs.tokens import TokenEnvironment
+from rljax.envs.wrappers import LearnedReward
 from rljax.experiment import (
     InputError,
     evaluate,
+    export,
     load,
     load_states,
     parse_overrides,
@@ -23,6 +27,7 @@ from rljax.experiment import (
     traces,
     train,
 )
+from rljax.experiment.lanes import build, first_environment, judge
 from rljax.lm.tasks import Reversing
 
 SFT = """
@@ -63,6 +68,32 @@ learning_rate = [0.0, 0.02]
 kl_coef = [0.0, 0.5]
 """
 
+REWARD = """
+base = "sft.toml"
+start_from = "sft.toml"
+
+[algo]
+name = "reward_model"
+num_pairs = 32
+num_heldout = 32
+batch_size = 8
+answers = 8
+ensemble = 2
+"""
+PAID = """
+base = "sft.toml"
+start_from = "sft.toml"
+reward_from = "reward.toml"
+total_steps = 128
+evals = 2
+
+[algo]
+name = "ppo"
+num_envs = 8
+num_minibatches = 1
+kl_coef = 0.1
+"""
+
 
 @pytest.fixture(scope="module", autouse=True)
 def fast_compilation():
@@ -77,6 +108,8 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("experiments")
     (folder / "sft.toml").write_text(SFT)
     (folder / "grpo.toml").write_text(GRPO)
+    (folder / "reward.toml").write_text(REWARD)
+    (folder / "paid.toml").write_text(PAID)
     return folder
 
 
@@ -237,7 +270,7 @@ def letters():
 # Resuming
 
 
-def interrupted(folder, source, place, chunks, **changes):
+def interrupted(folder, source, place, chunks, config="grpo.toml", **changes):
     """A run that was stopped at its n-th chunk, as by Ctrl-C."""
     seen = []
 
@@ -246,7 +279,7 @@ def interrupted(folder, source, place, chunks, **changes):
         if seen.count("chunk") == chunks:
             raise KeyboardInterrupt
 
-    e = load(folder / "grpo.toml", {"out": str(place), "start_from": str(source.path), **changes})
+    e = load(folder / config, {"out": str(place), "start_from": str(source.path), **changes})
     with pytest.raises(KeyboardInterrupt):
         run(e, listener=listen)
     return e
@@ -265,6 +298,150 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts_from_there_aga
     result, _ = finished
     e = interrupted(folder, result.experiment.start_from, tmp_path, 2, checkpoint_seconds=1e9)
     assert_same(resume(e.path).states, result.states)
+
+
+# Paid by a reward model
+
+
+@pytest.fixture(scope="module")
+def paid(folder):
+    """``(result, events)`` of PPO with a reward model of each seed; both begin with the same fine-tuned policies."""
+    events = []
+    return run(load(folder / "paid.toml", {"out": str(folder / "paid")}), listener=events.append), events
+
+
+def test_a_reward_model_is_trained_first_on_the_seeds_and_in_the_place_of_what_it_pays(paid, folder):
+    result, events = paid
+    e = result.experiment
+    for source in (e.start_from, e.reward_from, e.reward_from.start_from):
+        assert (source.seeds, source.out) == (e.seeds, str(folder / "paid"))
+    assert e.reward_from.start_from.path == e.start_from.path  # which is trained once
+    started = [event["experiment"].algo_name for event in events if event["event"] == "start"]
+    assert started == ["sft", "reward_model", "ppo"]
+    learnt = load_states(e.start_from.path)[1].params
+    assert_same(load_states(e.reward_from.path)[1].origin, learnt)
+    assert_same({name: result.states.reference[name] for name in learnt}, learnt)
+
+
+def test_what_is_learnt_from_is_the_score_of_the_lanes_own_model(paid):
+    """``episode/return`` of the first update, which fits the seed's model and not the other's."""
+    result, _ = paid
+    e = result.experiment
+    models, learnt = (load_states(source.path)[1].params for source in (e.reward_from, e.start_from))
+    env = first_environment(e)
+    network = judge(e, env.observation_space)
+
+    @jax.jit
+    @jax.vmap
+    def first_return(seed, model, params):
+        agent = make_agent(e.algo, LearnedReward(env, functools.partial(network.pays, model)))
+        total, count = agent.step(agent.init(jax.random.key(seed), params=params))[1]["episode/return"]
+        return total / count
+
+    seeds = np.asarray(e.seeds, np.uint32)
+    returns, swapped = (first_return(seeds, lane(models, np.array(order)), learnt) for order in ([0, 1], [1, 0]))
+    logged = [row["episode/return"] for row in rows(result.path) if row["step"] == 16]
+    np.testing.assert_allclose(logged, returns, atol=1e-4)
+    assert np.all(np.abs(np.asarray(returns - swapped)) > 1e-3)
+
+
+def test_evaluations_are_gold_and_the_return_of_episodes_is_the_proxy(paid):
+    result, _ = paid
+    logged = rows(result.path)
+    for row in logged:
+        if "eval/return" in row:
+            assert 4 * row["eval/return"] == int(4 * row["eval/return"])  # right or wrong, of four answers
+    trained = [row for row in logged if row["step"] > 0]
+    assert all(0.0 <= row["reward/exact"] <= 1.0 and row["episode/return"] != row["reward/exact"] for row in trained)
+    gold = evaluate(result.path)[1]
+    np.testing.assert_array_equal(np.asarray(gold.returns).mean(1), [row["eval/return"] for row in logged[-2:]])
+
+
+def test_an_experiment_that_is_paid_by_a_model_resumes_bit_for_bit(paid, folder, tmp_path):
+    result, _ = paid
+    sources = result.experiment.start_from, result.experiment.reward_from
+    killed = interrupted(
+        folder, sources[0], tmp_path, 3, config="paid.toml", reward_from=str(sources[1].path), checkpoint_seconds=0
+    )
+    assert killed.hash == result.experiment.hash and killed.path != result.path
+    resumed = resume(killed.path)
+    assert_same(resumed.states, result.states)
+    assert (resumed.path / "metrics.jsonl").read_bytes() == (result.path / "metrics.jsonl").read_bytes()
+
+
+def test_hash_covers_what_pays(folder):
+    e = load(folder / "paid.toml")
+    hashes = {e.hash}
+    for change in (
+        {"reward_from.algo.ensemble": 3},
+        {"reward_from": "none"},
+        {"reward_from.start_from": "none"},
+        {"reward_from.algo.label_noise": 0.2},
+    ):
+        hashes.add(load(folder / "paid.toml", change).hash)
+    assert len(hashes) == 5
+    assert load(folder / "paid.toml", {"reward_from.name": "other", "out": "elsewhere"}).hash == e.hash
+    assert load(folder / "paid.toml", {"reward_from": "none"}).reward_from is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"reward_from": 3}, ["reward_from must name a config or a run directory, got 3"]),
+        ({"reward_from": "none", "reward_from.total_steps": 5}, ["there is no reward_from that it could change"]),
+        ({"reward_from.algo.ensembel": 5}, ["algo.ensembel", "did you mean 'algo.ensemble'"]),
+        ({"reward_from.sweep.algo.label_noise": [0.0, 0.1]}, ["reward_from", "sweeps algo.label_noise"]),
+    ],
+    ids=str,
+)
+def test_what_cannot_pay_is_refused(folder, overrides, words):
+    refused(lambda: load(folder / "paid.toml", overrides), *words)
+
+
+def test_what_is_no_reward_model_cannot_pay(folder):
+    refused(lambda: load(folder / "paid.toml", {"reward_from": str(folder / "sft.toml")}), "reward_from: sft is not of algo.name")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"algo.name": "a2c"}, "algo.name: a grader or a reward model pays whole episodes"),
+        ({"algo.name": "dqn"}, "algo.name: a grader or a reward model pays whole episodes"),
+        ({"env": "CartPole-v1"}, "reward_from: a reward model pays for tokens, and CartPole-v1 has none"),
+    ],
+    ids=str,
+)
+def test_who_cannot_be_paid_is_told_so_before_anything_is_trained(paid, overrides, words):
+    """The reward of a step is 0 where a model pays: agents that learn from steps would learn nothing, and say nothing."""
+    path = str(paid[0].experiment.reward_from.path)
+    plain = {"env": "tokens/reversing", "total_steps": 64, "seeds": [3], "reward_from": path}
+    refused(lambda: build(load(None, {**plain, **overrides})), words)
+
+
+def test_a_reward_model_of_other_tokens_cannot_pay(paid, tmp_path):
+    source = paid[0].experiment.reward_from
+    model = {"model.layers": 1, "model.width": 8, "model.heads": 2, "model.mlp": 8}
+    e = load(
+        None,
+        {
+            "env": f"{__name__}:letters",
+            "total_steps": 16,
+            "seeds": [3],
+            "out": str(tmp_path),
+            "reward_from": str(source.path),
+            "algo.num_envs": 8,
+            **model,
+        },
+    )
+    refused(lambda: run(e), "reward_from", "['embed'] is [2, 4, 8] and [2, 22, 8]", "was trained on other tokens")
+
+
+def test_a_reward_model_is_judged_on_its_own_pairs(paid, tmp_path):
+    path = paid[0].experiment.reward_from.path
+    assert {row["eval/length"] for row in rows(path) if "eval/return" in row} == {0.0}
+    assert json.loads((path / "run.json").read_text())["random"]["return"] is None
+    refused(lambda: evaluate(path, overrides={"env_params.length": 2}), "measured on pairs of its own")
+    refused(lambda: export(path, 0, tmp_path / "out"), "no language model")
 
 
 # Wrong input
@@ -335,8 +512,8 @@ GIVEN = {"env": "tokens/addition", "total_steps": 1000, "algo.name": "grpo"}
         ({"model.kv_heads": 3}, ["model.kv_heads (3) must divide model.heads (4)"]),
         ({"sweep.model.heads": [2, 3]}, ["model.heads (3) must divide model.width (64)"]),
         ({"model.tied": 1}, ["model.tied must be true or false"]),
-        ({"algo.name": "ppo", "model.width": 8}, ["model.width", "'ppo' has no transformer"]),
-        ({"algo.name": "ppo", "sweep.model.width": [8]}, ["model.width", "'ppo' has no transformer"]),
+        ({"algo.name": "a2c", "model.width": 8}, ["model.width", "'a2c' has no transformer"]),
+        ({"algo.name": "a2c", "sweep.model.width": [8]}, ["model.width", "'a2c' has no transformer"]),
         ({"algo.model": "llama"}, ["unknown key algo.model"]),
     ],
     ids=str,
