@@ -269,8 +269,11 @@ def make(config: Config, env: Environment) -> Agent:
             running_return, trace = normalization.return_trace(running_return, rewards, transitions.done, config.discount)
             return_stats = normalization.update_stats(return_stats, trace)
             rewards = jnp.clip(rewards / normalization.standard_deviation(return_stats), -10.0, 10.0)
+        terminated = transitions.terminated
         if is_language:
             following = output.value[1:]
+            # What is paid for as it stands is over: its state has no value beside that.
+            terminated = terminated | (transitions.truncated & getattr(env, "truncated_counts", False))
             rewards, of_leash = leashed(state, data, trajectory, log_prob, rewards)
             metrics |= of_leash
         else:
@@ -279,7 +282,7 @@ def make(config: Config, env: Environment) -> Agent:
             rewards,
             values,
             following,
-            transitions.terminated,
+            terminated,
             transitions.truncated,
             config.discount,
             config.gae_lambda,

@@ -126,6 +126,7 @@ class LearnedReward(Wrapper):
         """
         super().__init__(env)
         self.pays = pays
+        self.truncated_counts = True  # a model scores what was cut as well
 
     @property
     def evaluated(self) -> Environment:

@@ -145,3 +145,28 @@ def test_a_learned_reward_pays_at_the_end_or_for_each_token():
 def test_options_that_do_not_fit_are_refused(options, words):
     with pytest.raises(ValueError, match=f"algo.{words}"):
         rljax.make_agent(config(**options), ENV)
+
+
+def test_a_cut_completion_is_paid_or_bootstrapped_and_never_both(monkeypatch):
+    """The flags that reach GAE: cut completions keep their bootstrap unless the environment pays for them as they stand."""
+    seen = []
+    whole_gae = ppo.returns.gae
+
+    def gae(rewards, values, following, terminated, truncated, *args, **kwargs):
+        seen.append((terminated, truncated))
+        return whole_gae(rewards, values, following, terminated, truncated, *args, **kwargs)
+
+    monkeypatch.setattr(ppo.returns, "gae", gae)
+    for env, pays in (
+        (TokenEnvironment(ENV.task), False),
+        (ENV, True),
+        (LearnedReward(TokenEnvironment(ENV.task), pays_one), True),
+    ):
+        agent = rljax.make_agent(config(), env)
+        terminated, truncated = jit(lambda key, a=agent: (a.step(a.init(key)), seen.pop())[1])(jax.random.key(0))
+        assert truncated.any()
+        np.testing.assert_array_equal(terminated & truncated, truncated if pays else jnp.zeros_like(truncated))
+
+
+def pays_one(context, lengths):
+    return jnp.ones(context.shape[0])
