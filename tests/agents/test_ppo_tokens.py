@@ -31,7 +31,7 @@ def leaf_probabilities(params, model=MODEL):
     return jnp.exp(jnp.where(mask, log_probs(params, tokens, model=model), 0.0).sum(0))
 
 
-@pytest.mark.parametrize(("beta", "value_network"), [(0.5, "shared"), (2.0, "separate")])
+@pytest.mark.parametrize(("beta", "value_network"), [(2.0, "shared"), (2.0, "separate")])
 def test_the_leash_ends_at_the_tilted_reference(beta, value_network):
     """The best policy under ``E[r] - beta KL(pi || ref)`` is ``ref exp(r / beta) / Z`` (Ziegler et al. 2019, section 2)."""
     model = Transformer(layers=1, width=32, heads=2, mlp=64)
