@@ -31,10 +31,11 @@ def leaf_probabilities(params, model=MODEL):
     return jnp.exp(jnp.where(mask, log_probs(params, tokens, model=model), 0.0).sum(0))
 
 
-@pytest.mark.parametrize(("beta", "value_network"), [(2.0, "shared"), (2.0, "separate")])
+@pytest.mark.parametrize(("beta", "value_network"), [(0.5, "shared"), (2.0, "separate")])
 def test_the_leash_ends_at_the_tilted_reference(beta, value_network):
     """The best policy under ``E[r] - beta KL(pi || ref)`` is ``ref exp(r / beta) / Z`` (Ziegler et al. 2019, section 2)."""
-    model = Transformer(layers=1, width=32, heads=2, mlp=64)
+    # Learned positions: without them a transformer cannot tell b from bb and bbb, and some of the optimum is out of its reach.
+    model = Transformer(family="gpt2", layers=1, width=32, heads=2, mlp=64, positions=8, tied=True)
     agent = rljax.make_agent(
         config(
             model=model, num_envs=256, num_minibatches=4, num_epochs=2, learning_rate=3e-3, kl_coef=beta, gae_lambda=0.95,
