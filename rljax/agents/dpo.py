@@ -102,25 +102,29 @@ def make(config: Config, env: Environment) -> Agent:
             params = begins_with(params_key)
         reference = whole(params, data)
         pairs = collect_pairs(env, config.model, reference, pairs_key, config.num_pairs, config.answers, config.label_noise)
-        sums = jax.lax.map(lambda pair: sums_of(reference, *pair), (pairs, after(pairs)), batch_size=config.batch_size)
+        sums = jax.lax.map(
+            lambda pair: sums_of(reference, *pair),
+            (pairs, mismatched(pairs, jnp.arange(config.num_pairs))),
+            batch_size=config.batch_size,
+        )
         return TrainState(params, optimizer.init(params), key, pairs, sums)
 
-    def after(pairs: Pairs) -> Completions:
-        """The next pair's chosen completion after each pair's prompt."""
-        prompt = pairs.chosen.context[:, : space.prompt]
-        following = jax.tree.map(lambda x: jnp.roll(x, -1, 0), pairs.chosen)
+    def mismatched(pairs: Pairs, rows: Array) -> Completions:
+        """The next pair's chosen completion after the prompt of each of some pairs."""
+        prompt = pairs.chosen.context[rows, : space.prompt]
+        following = jax.tree.map(lambda x: x[(rows + 1) % config.num_pairs], pairs.chosen)
         return Completions(jnp.concatenate([prompt, following.said], 1), following.mask)
 
-    def sums_of(params: Any, pair: Pairs, mismatched: Completions) -> Sums:
+    def sums_of(params: Any, pair: Pairs, other: Completions) -> Sums:
         """Of one pair."""
 
         def total(completions: Completions) -> Array:
             return log_probs(policy, params, jax.tree.map(lambda x: x[None], completions))[0].sum()
 
-        return Sums(total(pair.chosen), total(pair.rejected), total(mismatched) if config.loss == "kto" else jnp.zeros(()))
+        return Sums(total(pair.chosen), total(pair.rejected), total(other) if config.loss == "kto" else jnp.zeros(()))
 
-    def loss(trained: Any, pairs: Pairs, mismatched: Completions, reference: Sums, data: Any) -> tuple[Array, dict[str, Any]]:
-        sides = [pairs.chosen, pairs.rejected, *([mismatched] if config.loss == "kto" else [])]
+    def loss(trained: Any, pairs: Pairs, others: Completions, reference: Sums, data: Any) -> tuple[Array, dict[str, Any]]:
+        sides = [pairs.chosen, pairs.rejected, *([others] if config.loss == "kto" else [])]
         together = jax.tree.map(lambda *xs: jnp.concatenate(xs), *sides)
         words, entropy = log_probs(policy, whole(trained, data), together)
         sums = jnp.split(words.sum(0), len(sides))
@@ -128,10 +132,16 @@ def make(config: Config, env: Environment) -> Agent:
         chosen, rejected = sums[0], sums[1]
         gain, pain = chosen - reference.chosen, rejected - reference.rejected  # h of the two sides
         nll = -chosen / sizes[0]
-        extra = config.likelihood_coef * nll
+
+        def total(x: Array) -> tuple[Array, Array]:
+            return jnp.where(pairs.counts, x, 0.0).sum(), pairs.counts.sum()
+
+        def mean(x: Array) -> Array:
+            numerator, count = total(x)
+            return numerator / jnp.maximum(count, 1)
 
         if config.loss == "kto":
-            baseline = jnp.where(pairs.counts, sums[2] - reference.mismatched, 0.0).sum() / jnp.maximum(pairs.counts.sum(), 1)
+            baseline = mean(sums[2] - reference.mismatched)
             weights = (config.desirable_weight, config.undesirable_weight)
             is_chosen = jnp.ones(gain.shape, bool)
             value = losses.kto_loss(gain, is_chosen, baseline, config.beta, *weights)
@@ -148,12 +158,6 @@ def make(config: Config, env: Environment) -> Agent:
             smoothing = config.smoothing if config.loss in ("sigmoid", "robust") else 0.0
             value = losses.dpo_loss(gain - pain, config.beta, config.loss, smoothing)  # type: ignore[arg-type]
 
-        def mean(x: Array) -> Array:
-            return jnp.where(pairs.counts, x, 0.0).sum() / jnp.maximum(pairs.counts.sum(), 1)
-
-        def total(x: Array) -> tuple[Array, Array]:
-            return jnp.where(pairs.counts, x, 0.0).sum(), pairs.counts.sum()
-
         metrics = {
             "loss/preference": total(value),
             "implicit_reward/chosen": total(config.beta * gain),
@@ -165,13 +169,14 @@ def make(config: Config, env: Environment) -> Agent:
             "entropy": losses.masked_mean(entropy, together.mask.T),
             "counted": pairs.counts.mean(),
         }
-        return mean(value + extra), metrics
+        return mean(value + config.likelihood_coef * nll), metrics
 
     def step(state: TrainState, data: Any = None) -> tuple[TrainState, dict[str, Any]]:
         key, batch_key = jax.random.split(state.key)
         rows = jax.random.randint(batch_key, (config.batch_size,), 0, config.num_pairs)
-        batch, mismatched, reference = jax.tree.map(lambda x: x[rows], (state.pairs, after(state.pairs), state.reference))
-        gradient, metrics = jax.grad(loss, has_aux=True)(state.params, batch, mismatched, reference, data)
+        batch, reference = jax.tree.map(lambda x: x[rows], (state.pairs, state.reference))
+        others = mismatched(state.pairs, rows)
+        gradient, metrics = jax.grad(loss, has_aux=True)(state.params, batch, others, reference, data)
         direction, opt_state = optimizer.update(gradient, state.opt_state)
         params = jax.tree.map(lambda p, d: p - config.learning_rate * d, state.params, direction)
         return state.replace(params=params, opt_state=opt_state, key=key), {**metrics, "grad_norm": optax.tree.norm(gradient)}
