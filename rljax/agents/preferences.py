@@ -1,5 +1,6 @@
 """Pairs of completions of which one is preferred: read from a file, or sampled from a policy and labelled by the reward."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,10 +10,10 @@ from jax import Array
 
 from rljax.agents.on_policy import contexts, first_episodes
 from rljax.envs import Environment, Tokens, group
-from rljax.envs.base import restart
 from rljax.envs.wrappers import as_evaluated
 from rljax.networks import Policy, Transformer, transformer
 from rljax.networks.distributions import log_prob_and_entropy
+from rljax.networks.transformer import reading
 
 BLOCK = 256  # completions that are sampled at once
 
@@ -79,16 +80,38 @@ def collect_pairs(
         pairs = Pairs(chosen, rejected, margin, jnp.ones(num_pairs, bool))
     else:
         policy = transformer(model, space, group_size=answers)
-        prompts = max(1, min(num_pairs, BLOCK // answers))
-        keys = jax.random.split(sample_key, -(-num_pairs // prompts))
-        blocks = jax.lax.map(lambda key: _label(as_evaluated(env), policy, params, key, prompts, answers), keys)
-        pairs = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:num_pairs], blocks)
+
+        def block(key: Array, prompts: int) -> Pairs:
+            return _label(as_evaluated(env), policy, params, key, prompts, answers)
+
+        pairs = _in_blocks(block, sample_key, num_pairs, BLOCK // answers)
     wrong = jax.random.bernoulli(noise_key, label_noise, (num_pairs,))
     chosen, rejected = (
         jax.tree.map(lambda x, y: jnp.where(wrong.reshape(-1, *(1,) * (x.ndim - 1)), y, x), *sides)
         for sides in ((pairs.chosen, pairs.rejected), (pairs.rejected, pairs.chosen))
     )
     return pairs.replace(chosen=chosen, rejected=rejected)
+
+
+def collect_samples(
+    env: Environment, model: Transformer, params: Any, key: Array, number: int
+) -> tuple[Completions, Array, Array]:
+    """One completion each of ``number`` prompts, drawn from the model with ``params``: `sample`, judged by the environment's own
+    reward (`as_evaluated`); rewards and validity are ``[number]``."""
+    policy = transformer(model, env.observation_space)
+
+    def block(key: Array, prompts: int) -> tuple[Completions, Array, Array]:
+        completions, rewards, valid = sample(as_evaluated(env), policy, params, key, prompts, 1)
+        return completions, rewards[:, 0], valid[:, 0]
+
+    return _in_blocks(block, key, number, BLOCK)
+
+
+def _in_blocks(block: Callable[[Array, int], Any], key: Array, number: int, size: int) -> Any:
+    """``number`` rows of what ``block(key, rows)`` makes, at most ``size`` of them at once."""
+    size = max(1, min(number, size))
+    rows = jax.lax.map(lambda key: block(key, size), jax.random.split(key, -(-number // size)))
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:number], rows)
 
 
 def _label(env: Environment, policy: Policy, params: Any, key: Array, prompts: int, answers: int) -> Pairs:
@@ -122,17 +145,10 @@ def log_probs(policy: Policy, params: Any, completions: Completions) -> tuple[Ar
 
     They are the model's own, at its temperature, over all tokens: what a grammar would forbid is not taken out.
     """
-    timesteps = as_timesteps(completions)
+    timesteps = reading(completions.context, completions.mask.shape[1])
     first = jax.tree.map(lambda x: x[0], timesteps)
     starts = jax.tree.map(lambda x: x[:-1], timesteps)
     output = policy.unroll(params, policy.start(params, first), starts)
     mask = completions.mask.T
     log_prob, entropy = log_prob_and_entropy(output.distribution, jnp.maximum(completions.said.T, 0))
     return jnp.where(mask, log_prob, 0.0), jnp.where(mask, entropy, 0.0)
-
-
-def as_timesteps(completions: Completions) -> Any:
-    """Time steps ``[T + 1, N]`` of the completions, for `Policy.unroll` alone: each shows the whole context."""
-    steps = completions.mask.shape[1] + 1
-    timesteps = jax.vmap(lambda context: restart(context, None))(completions.context)
-    return jax.tree.map(lambda x: jnp.broadcast_to(x, (steps, *x.shape)), timesteps)

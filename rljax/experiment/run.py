@@ -463,14 +463,15 @@ def _reopen(
     checkpoint: int | None = None,
     overrides: dict[str, Any] | None = None,
     greedy: bool = True,
+    paid: bool = True,
 ) -> tuple[Program, int, int, Any]:
     """``(program, number of the checkpoint, environment steps, states)`` of a run, to evaluate it: in its own environment, or in
-    what ``overrides`` make of it.
+    what ``overrides`` make of it. Evaluations play for gold, and do not ask for it to be ``paid`` by its reward model.
 
     Raises:
       InputError: see `load_states` and `elsewhere`; the agent cannot play there.
     """
-    own, _ = _built(experiment)
+    own, _ = _built(experiment) if paid else _with_weights(build(experiment))
     number, steps, states = _restore(own, path, checkpoint)
     if not overrides and greedy:
         return own, number, steps, states
@@ -599,7 +600,7 @@ def evaluate(
     experiment = load_run(path)
     changes = {"eval_episodes": episodes, "eval_seed": seed}
     experiment = dataclasses.replace(experiment, **{k: v for k, v in changes.items() if v is not None})
-    program, _, steps, states = _reopen(experiment, path, overrides=overrides, greedy=greedy)
+    program, _, steps, states = _reopen(experiment, path, overrides=overrides, greedy=greedy, paid=False)
     return steps, program.unpad(jax.device_get(program.evaluate(program.lanes, program.pad(states), program.data)))
 
 

@@ -135,6 +135,7 @@ class CharTask:
 class Addition(CharTask):
     """``12+34=`` -> ``46``; ``reverse`` asks for the last digit first, which is easier for a transformer (arXiv 2307.03381).
 
+    Numbers have up to ``digits`` digits, or with ``min_digits`` up to any number of them from that to ``digits``, drawn for both.
     Of the demonstrations a share of ``forget_carry`` adds digit by digit and forgets every carry, as a careless teacher would:
     ``57+68=`` -> ``15``.
     """
@@ -142,10 +143,13 @@ class Addition(CharTask):
     digits: int = 2
     reverse: bool = False
     forget_carry: float = 0.0
+    min_digits: int = 0
 
     def __post_init__(self):
         if not 1 <= self.digits <= 8:
             raise ValueError(f"env_params.digits must be 1 to 8, got {self.digits}")
+        if not 0 <= self.min_digits <= self.digits:
+            raise ValueError(f"env_params.min_digits must be 1 to env_params.digits ({self.digits}), got {self.min_digits}")
 
     @property
     def prompt_length(self) -> int:
@@ -156,7 +160,8 @@ class Addition(CharTask):
         return self.digits + 1
 
     def sample(self, key: Array) -> Problem:
-        a, b = jax.random.randint(key, (2,), 0, 10**self.digits)
+        largest = 10 ** jax.random.randint(jax.random.fold_in(key, 0), (), self.min_digits or self.digits, self.digits + 1)
+        a, b = jax.random.randint(key, (2,), 0, largest)
         prompt = join(write_number(a, self.digits), self.text("+"), write_number(b, self.digits), self.text("="))
         return Problem(pad_left(prompt, self.prompt_length), pad_right(self._write(a + b), self.answer_length))
 
@@ -206,10 +211,15 @@ class RunningSum(CharTask):
 
     Components: ``exact``, and ``steps``: the share of the answer that is right before the first mistake, 1/3 for ``358``. No
     token lowers ``steps``, and after a mistake none raises it.
+
+    In demonstrations each step forgets the sum so far with probability ``forget_sum``, and goes on from its digit alone, as a
+    careless teacher would: ``315``. A policy cloned from those finds the right answer to ``n`` digits about ``(1 -
+    forget_sum) ** (n - 1)`` of the time.
     """
 
     terms: int = 5
     min_terms: int = 0
+    forget_sum: float = 0.0
     components = ("exact", "steps")
 
     def __post_init__(self):
@@ -236,6 +246,18 @@ class RunningSum(CharTask):
         return Problem(
             pad_left((prompt, 2 * count), self.prompt_length), pad_right((jnp.cumsum(digits) % 10, count), self.answer_length)
         )
+
+    def demonstrate(self, key: Array, problem: Problem) -> Array:
+        steps = jnp.diff(problem.answer, prepend=0) % 10  # the digits: a sum less the one before it
+        forgets = jax.random.bernoulli(key, self.forget_sum, steps.shape)
+
+        def step(total: Array, x: tuple[Array, Array]) -> tuple[Array, Array]:
+            digit, forgets = x
+            total = (jnp.where(forgets, 0, total) + digit) % 10
+            return total, total
+
+        _, sums = jax.lax.scan(step, jnp.int32(0), (steps, forgets))
+        return pad_right(join((sums, jnp.sum(problem.answer >= 0)), self.end), self.max_tokens)
 
     def verify(self, problem: Problem, completion: Array, length: Array) -> Array:
         width = max(completion.shape[0], self.answer_length)
@@ -604,6 +626,7 @@ class Mixture:
 
 def addition(
     digits: int = 2,
+    min_digits: int = 0,
     reverse: bool = False,
     forget_carry: float = 0.0,
     truncated_counts: bool = False,
@@ -611,7 +634,7 @@ def addition(
     proxy: str | None = None,
 ) -> Environment:
     """See `Addition`."""
-    task = Addition(digits, reverse, forget_carry)
+    task = Addition(digits, reverse, forget_carry, min_digits)
     return _environment(task, proxy, truncated_counts=truncated_counts, max_tokens=max_tokens)
 
 
@@ -625,6 +648,7 @@ def chain_sum(
 def running_sum(
     terms: int = 5,
     min_terms: int = 0,
+    forget_sum: float = 0.0,
     process: float = 0.0,
     dense: bool = False,
     truncated_counts: bool = False,
@@ -633,7 +657,8 @@ def running_sum(
 ) -> Environment:
     """See `RunningSum`; ``process`` is the weight of ``steps``, which ``dense`` pays step by step."""
     options: dict[str, Any] = {"weights": {"steps": process}, "dense": ("steps",) if dense else ()}
-    return _environment(RunningSum(terms, min_terms), proxy, **options, truncated_counts=truncated_counts, max_tokens=max_tokens)
+    task = RunningSum(terms, min_terms, forget_sum)
+    return _environment(task, proxy, **options, truncated_counts=truncated_counts, max_tokens=max_tokens)
 
 
 def reversing(
@@ -687,6 +712,7 @@ def multiplication(
 
 def addition_and_reversing(
     digits: int = 2,
+    min_digits: int = 0,
     length: int = 5,
     share: float = 0.5,
     reverse: bool = False,
@@ -698,7 +724,7 @@ def addition_and_reversing(
     """A `Mixture` of `Addition`, which ``share`` of the problems are of, and `Reversing`."""
     if isinstance(share, int | float) and not 0 <= share <= 1:
         raise ValueError(f"env_params.share must be 0 to 1, got {share}")
-    task = Mixture((Addition(digits, reverse, forget_carry), Reversing(length)), (share, 1 - share))
+    task = Mixture((Addition(digits, reverse, forget_carry, min_digits), Reversing(length)), (share, 1 - share))
     return _environment(task, proxy, truncated_counts=truncated_counts, max_tokens=max_tokens)
 
 

@@ -9,7 +9,7 @@ from jax import Array
 
 from rljax.envs.base import restart
 from rljax.envs.spaces import Tokens
-from rljax.networks.transformer import Transformer, transformer
+from rljax.networks.transformer import Transformer, reading, transformer
 
 
 class RewardModel(NamedTuple):
@@ -52,8 +52,8 @@ def reward_model(
     def of_each_token(params: Any, context: Array, lengths: Array) -> Array:
         """``[T, N]`` of one member: the head after each token that was said, 0 after the end."""
         steps = space.length - space.prompt
-        first = jax.vmap(restart)(context)
-        timesteps = jax.tree.map(lambda x: jnp.broadcast_to(x, (steps + 1, *x.shape)), first)
+        timesteps = reading(context, steps)
+        first = jax.tree.map(lambda x: x[0], timesteps)
         values = network.unroll(params, network.start(params, first), timesteps).value[1:]
         return jnp.where(jnp.arange(steps)[:, None] < lengths, values, 0.0)
 

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from rljax.envs.base import TimeStep
+from rljax.envs.base import TimeStep, restart
 from rljax.envs.spaces import Space, Tokens
 from rljax.networks.distributions import TokenCategorical
 from rljax.networks.policy import Policy, PolicyOutput
@@ -333,6 +333,13 @@ def read_out(
     """The distribution over the first ``size`` tokens after ``hidden [..., width]``."""
     head = params["embed" if model.tied else "head"][:size]
     return TokenCategorical(hidden, head, mask, temperature, top_p, min_p, top_k, model.head_chunk, model.dtype)
+
+
+def reading(context: Array, steps: int) -> TimeStep:
+    """Time steps ``[steps + 1, N]`` for `Policy.unroll` of a transformer over the completions of ``context`` int32 ``[N, S]``:
+    each shows all of it, of which `unroll` reads what was said before. There are no rewards and no action masks."""
+    timesteps = jax.vmap(restart)(context)
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (steps + 1, *x.shape)), timesteps)
 
 
 def transformer(

@@ -14,7 +14,7 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 import rljax
-from rljax.agents import grpo, reinforce, sft
+from rljax.agents import grpo, preferences, reinforce, sft
 from rljax.agents.on_policy import Episodes
 from rljax.envs import Box, Discrete, restart, transition
 from rljax.envs.tokens import Problem, TokenEnvironment
@@ -538,3 +538,59 @@ def test_fine_tuning_learns_to_answer_and_to_stop():
     nll, evaluation = jit(program)(jax.random.key(0))
     assert nll[0] > 2.0 and nll[-1] < 0.1
     assert evaluation.returns.mean() > 0.9 and evaluation.finished.all()
+
+
+def test_fine_tuning_on_a_few_demonstrations_sees_no_others():
+    env = rljax.make_env("tokens/addition", digits=3)
+    agent = rljax.make_agent(sft.Config(batch_size=8, model=MODEL, num_examples=3, learning_rate=1e-2), env)
+
+    def program(key):
+        return jax.lax.scan(lambda s, _: agent.step(s), agent.init(key), length=200)
+
+    state, metrics = jit(program)(jax.random.key(0))
+    assert metrics["loss/nll"][-1] < 0.1  # a million sums are not learnt in 200 steps; three are
+    keys = jax.vmap(lambda i: jax.random.fold_in(state.examples, i))(jnp.arange(3))
+    _, answers, mask = jax.vmap(env.demonstration)(keys)
+    lengths = set(np.asarray(mask.sum(1)).tolist())
+    assert len(np.unique(np.asarray(answers), axis=0)) == 3
+    assert min(lengths) <= float(metrics["length"].min()) and float(metrics["length"].max()) <= max(lengths)
+
+
+def test_fine_tuning_on_own_answers_takes_those_that_are_paid_enough():
+    env = rljax.make_env("tokens/running_sum", terms=2, process=1.0, truncated_counts=True)
+    warm = rljax.make_agent(sft.Config(batch_size=64, model=MODEL, learning_rate=1e-2), env)
+    start = jit(lambda key: jax.lax.scan(lambda s, _: warm.step(s), warm.init(key), length=40)[0].params)(jax.random.key(0))
+
+    def agent_of(**options):
+        return rljax.make_agent(sft.Config(batch_size=16, model=MODEL, demonstrations="own", num_examples=300, **options), env)
+
+    agent = agent_of(min_reward=2.0, learning_rate=1e-2)
+    state = jit(lambda key: agent.init(key, None, start))(jax.random.key(1))
+    own = state.examples.completions
+    problems = [env.tokenizer.decode([i for i in row if i >= 0]) for row in np.asarray(own.context)]
+    right = []
+    for text in problems:
+        question, _, answer = text.partition("=")
+        a, b = map(int, question.split("+"))
+        right.append(answer == f"{a}{(a + b) % 10}")
+    # Answers that ran to the limit count as they stand, right ones ended before it.
+    np.testing.assert_array_equal(np.asarray(state.examples.counts), right)
+    assert 0 < sum(right) < 300
+    (after, metrics) = jit(lambda s: jax.lax.scan(lambda s, _: agent.step(s), s, length=60))(state)
+    np.testing.assert_allclose(metrics["kept"], np.mean(right), rtol=1e-6)
+    assert metrics["loss/nll"][-1] < 0.5 * metrics["loss/nll"][0]
+    log_prob, _ = jit(lambda p: preferences.log_probs(agent.policy, p, own))(after.params)
+    log_prob = np.asarray(log_prob.sum(0))
+    assert log_prob[right].mean() > log_prob[~np.array(right)].mean() + 1.0
+
+    nothing = agent_of(min_reward=99.0)
+    state = jit(lambda key: nothing.init(key, None, start))(jax.random.key(1))
+    after, metrics = jit(nothing.step)(state)
+    close(after.params, state.params)
+    assert metrics["kept"] == 0.0 and metrics["loss/nll"] == 0.0
+
+
+def test_examples_that_cannot_be_had_are_refused():
+    env = rljax.make_env("tokens/addition")
+    with pytest.raises(ValueError, match=r'algo\.demonstrations "own" needs algo\.num_examples'):
+        rljax.make_agent(sft.Config(model=MODEL, demonstrations="own"), env)

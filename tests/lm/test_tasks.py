@@ -255,6 +255,40 @@ def test_running_sums_of_odd_sizes_are_refused():
             RunningSum(terms, low)
 
 
+def test_a_teacher_who_forgets_the_sum_goes_on_from_the_digit():
+    def said(forget_sum):
+        task, keys = RunningSum(6, 2, forget_sum), jax.random.split(jax.random.key(0), MANY)
+        problems = jax.vmap(task.sample)(keys)
+        return np.asarray(problems.answer), np.asarray(jit(jax.vmap(task.demonstrate))(keys, problems))
+
+    answer, never = said(0.0)
+    np.testing.assert_array_equal(np.where(answer >= 0, never[:, :6], -1), answer)
+    _, always = said(1.0)
+    digits = np.diff(answer, prepend=0, axis=1) % 10
+    np.testing.assert_array_equal(np.where(answer >= 0, always[:, :6], -1), np.where(answer >= 0, digits, -1))
+    _, half = said(0.5)
+    before = np.pad(half[:, :5], ((0, 0), (1, 0)))
+    goes_on, begins = half[:, :6] == (before + digits) % 10, half[:, :6] == digits
+    assert (goes_on | begins)[answer >= 0].all()
+    told_apart = (answer >= 0) & (goes_on != begins) & (np.arange(6) > 0)
+    assert goes_on[told_apart].mean() == pytest.approx(0.5, abs=4 * 0.5 / told_apart.sum() ** 0.5)
+    ends = never[np.arange(MANY), (answer >= 0).sum(1)]
+    np.testing.assert_array_equal(ends, RunningSum().tokenizer.eos_ids[0])
+
+
+def test_sums_of_fewer_digits_are_drawn_too():
+    task, keys = Addition(3, min_digits=1), jax.random.split(jax.random.key(0), 3 * MANY)
+    problems = jit(jax.vmap(task.sample))(keys)
+    a, b = np.asarray(jax.vmap(lambda p: tasks.read_fields(p, 2))(problems.prompt)).T
+    larger = np.maximum(a, b)
+    shares = [(larger < 10).mean(), (larger < 100).mean()]
+    expected = [(1 + 0.1**2 + 0.01**2) / 3, (2 + 0.1**2) / 3]
+    np.testing.assert_allclose(shares, expected, atol=4 * 0.5 / (3 * MANY) ** 0.5)
+    for low in (-1, 4):
+        with pytest.raises(ValueError, match=r"env_params\.min_digits must be"):
+            Addition(3, min_digits=low)
+
+
 # Mixtures
 
 
