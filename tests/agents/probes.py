@@ -149,3 +149,29 @@ class RecallFirst:
         last = time == 2
         reward = jnp.where(last, sign * (2.0 * action - 1.0), 0.0)
         return (sign, time + 1), transition(observe(0.0, time == 1), reward, terminated=last)
+
+
+@dataclasses.dataclass(frozen=True)
+class OneOf:
+    """The probe of number ``which``, which may be traced, among several over the same spaces."""
+
+    probes: tuple[Any, ...]
+    which: Any
+
+    @property
+    def observation_space(self):
+        return self.probes[0].observation_space
+
+    @property
+    def action_space(self):
+        return self.probes[0].action_space
+
+    def reset(self, key):
+        return self._chosen([probe.reset(key) for probe in self.probes])
+
+    def step(self, key, state, action):
+        return self._chosen([probe.step(key, own, action) for probe, own in zip(self.probes, state, strict=True)])
+
+    def _chosen(self, outcomes):
+        states, timesteps = zip(*outcomes, strict=True)
+        return states, jax.tree.map(lambda *xs: jnp.stack([jnp.asarray(x) for x in xs])[self.which], *timesteps)

@@ -92,28 +92,39 @@ def value_of(name, env, state, observation):
     return float(outputs.max())
 
 
-@pytest.mark.parametrize("name", VALUE_BASED)
-@pytest.mark.parametrize(
-    ("env", "values"),
-    [
-        (probes.ConstantReward(), {(0.0,): 1.0}),
-        (probes.RewardFromObservation(), {(-1.0,): -1.0, (1.0,): 1.0}),
-        (probes.TwoStepCredit(), {(0.0,): 0.5, (1.0,): 1.0}),
-        (probes.EndlessReward(), {(0.0,): 2.0}),  # only if a cut keeps its bootstrap
-    ],
-    ids=lambda x: type(x).__name__ if not isinstance(x, dict) else "",
+VALUES = (
+    (probes.ConstantReward(), {(0.0,): 1.0}),
+    (probes.RewardFromObservation(), {(-1.0,): -1.0, (1.0,): 1.0}),
+    (probes.TwoStepCredit(), {(0.0,): 0.5, (1.0,): 1.0}),
+    (probes.EndlessReward(), {(0.0,): 2.0}),  # only if a cut keeps its bootstrap
 )
-def test_values_of_probes(name, env, values):
-    _, state, _ = train(name, env)
-    for observation, value in values.items():
-        assert value_of(name, env, state, observation) == pytest.approx(value, abs=0.1)
+
+
+@pytest.mark.parametrize("name", VALUE_BASED)
+def test_values_of_probes(name):
+    """All in one program: an agent's lanes are its probes."""
+    envs = tuple(env for env, _ in VALUES)
+    states = jax.jit(jax.vmap(lambda which: train(name, probes.OneOf(envs, which))[1]))(jnp.arange(len(envs)))
+    for i, (env, values) in enumerate(VALUES):
+        state = jax.tree.map(lambda x, i=i: x[i], states)
+        for observation, value in values.items():
+            assert value_of(name, env, state, observation) == pytest.approx(value, abs=0.1), type(env).__name__
 
 
 @pytest.mark.parametrize("name", DISCRETE)
-@pytest.mark.parametrize("env", [probes.ActionReward(), probes.ActionMatchesObservation()], ids=lambda x: type(x).__name__)
-def test_actions_of_probes(name, env):
-    agent, state, _ = train(name, env)
-    assert greedy_return(agent, env, state) == 1.0
+def test_actions_of_probes(name):
+    envs = (probes.ActionReward(), probes.ActionMatchesObservation())
+
+    @jax.jit
+    @jax.vmap
+    def play(which):
+        env = probes.OneOf(envs, which)
+        agent, state, _ = train(name, env)
+        return evaluate_agent(agent, env, state, jax.random.key(7), 64, 100)
+
+    evaluation = play(jnp.arange(2))
+    assert evaluation.finished.all()
+    np.testing.assert_array_equal(evaluation.returns, 1.0)
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -160,25 +171,34 @@ VARIANTS = {
 }
 
 
+def small_config(name):
+    return dataclasses.replace(SMALL[name], **VARIANTS.get(name, {}))
+
+
+@functools.cache
+def small(name):
+    """``(agent, its first state, its compiled step)``, shared by the tests that follow."""
+    agent = rljax.make_agent(small_config(name), env_of(name))
+    return agent, quick_jit(agent.init)(jax.random.key(0)), quick_jit(lambda state: agent.step(state)[0])
+
+
 @pytest.mark.parametrize("name", EVERY)
 def test_resume_is_bit_for_bit(name):
-    agent = rljax.make_agent(dataclasses.replace(SMALL[name], **VARIANTS.get(name, {})), env_of(name))
-    chunk = quick_jit(lambda state: jax.lax.scan(lambda s, _: agent.step(s), state, length=3)[0])
-    start = quick_jit(agent.init)(jax.random.key(3))
-    straight = chunk(chunk(start))
-    numbers = plain(chunk(start))  # what a checkpoint holds
+    _, start, step = small(name)
+    straight = step(step(step(step(start))))
+    numbers = plain(step(step(start)))  # what a checkpoint holds
     restored = jax.tree.map(
         lambda like, x: jax.random.wrap_key_data(x) if jnp.issubdtype(like.dtype, jax.dtypes.prng_key) else jnp.asarray(x),
         start,
         numbers,
     )
-    jax.tree.map(np.testing.assert_array_equal, plain(straight), plain(chunk(restored)))
+    jax.tree.map(np.testing.assert_array_equal, plain(straight), plain(step(step(restored))))
 
 
 @pytest.mark.parametrize("name", EVERY)
 def test_state_types_are_stable(name):
     """A state that changed its type would be compiled again, and could not be a scan's carry."""
-    agent = rljax.make_agent(dataclasses.replace(SMALL[name], **VARIANTS.get(name, {})), env_of(name))
+    agent, _, _ = small(name)
     before = jax.eval_shape(agent.init, jax.random.key(0))
     after = jax.eval_shape(lambda s: agent.step(s)[0], before)
     assert jax.tree.structure(before) == jax.tree.structure(after)
@@ -188,10 +208,8 @@ def test_state_types_are_stable(name):
 
 @pytest.mark.parametrize("name", EVERY)
 def test_every_step_draws_afresh_and_learns(name):
-    agent = rljax.make_agent(SMALL[name], env_of(name))
-    states, step = [quick_jit(agent.init)(jax.random.key(0))], quick_jit(agent.step)
-    for _ in range(2):
-        states.append(step(states[-1])[0])
+    _, start, step = small(name)
+    states = [start, step(start), step(step(start))]
     assert len({tuple(np.asarray(jax.random.key_data(s.key)).tolist()) for s in states}) == 3
     for before, after in itertools.pairwise(states):
         leaves = zip(jax.tree.leaves(before.params), jax.tree.leaves(after.params), strict=True)
@@ -201,29 +219,30 @@ def test_every_step_draws_afresh_and_learns(name):
 @pytest.mark.parametrize("name", EVERY)
 def test_traced_hyper_parameters_are_swept_by_vmap(name):
     """Every traced field at once; a lane equals its solo run up to rounding."""
-    fields = [f.name for f in dataclasses.fields(SMALL[name]) if f.metadata["traced"]]
-    values = {field: getattr(SMALL[name], field) for field in fields}
+    own = small_config(name)
+    fields = [f.name for f in dataclasses.fields(own) if f.metadata["traced"]]
+    values = {field: getattr(own, field) for field in fields}
     values = {field: value for field, value in values.items() if value is not None}
 
     def final(factor):
-        config = dataclasses.replace(SMALL[name], **{field: value * factor for field, value in values.items()})
+        config = dataclasses.replace(own, **{field: value * factor for field, value in values.items()})
         agent = rljax.make_agent(config, env_of(name))
         return jax.lax.scan(lambda s, _: agent.step(s), agent.init(jax.random.key(0)), length=2)[0].params
 
     swept = quick_jit(jax.vmap(final))(jnp.array([0.9, 1.0]))
-    solo = quick_jit(final)(1.0)
+    _, start, step = small(name)
+    solo = step(step(start)).params
     for many, one in zip(jax.tree.leaves(swept), jax.tree.leaves(solo), strict=True):
         np.testing.assert_allclose(many[1], one, atol=2e-3)
 
 
 @pytest.mark.parametrize("name", EVERY)
 def test_actions_are_in_the_space(name):
-    env = env_of(name)
-    agent = rljax.make_agent(SMALL[name], env)
-    state = quick_jit(agent.init)(jax.random.key(0))
+    env, (agent, state, _) = env_of(name), small(name)
     timestep = jax.vmap(env.reset)(jax.random.split(jax.random.key(1), 16))[1]
     for greedy in (False, True):
-        _, action = agent.act(state, None, timestep, jax.random.key(2), greedy)
+        act = quick_jit(lambda state, timestep, greedy=greedy: agent.act(state, None, timestep, jax.random.key(2), greedy))
+        _, action = act(state, timestep)
         assert action.shape == (16, *env.action_space.shape) and action.dtype == env.action_space.dtype
         assert jax.vmap(env.action_space.contains)(action).all()
 

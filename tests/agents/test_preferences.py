@@ -16,6 +16,7 @@ from rljax.envs.tokens import TokenEnvironment
 from rljax.experiment import evaluate_agent
 from rljax.networks import Transformer, transformer
 from rljax.networks.reward import reward_model as reward_network
+from rljax.networks.transformer import forward
 from rljax.ops import losses
 from tests.agents.lookup import ENV, EOS, MODEL, Lookup, T, log_probs, padded, reward_of
 from tests.agents.test_grpo_tokens import params_like
@@ -72,7 +73,7 @@ def test_labels_are_turned_around_as_often_as_asked():
 def test_log_probs_of_completions_are_the_models():
     seqs = [(0, EOS), (1, 1, 0), (EOS,), (0, 0, EOS)]
     params = some_params()
-    words, entropy = words_of(POLICY, params, contexts_of(seqs))
+    words, entropy = jit(lambda p, c: words_of(POLICY, p, c))(params, contexts_of(seqs))
     np.testing.assert_allclose(words.sum(0), sums_by_hand(params, seqs), rtol=1e-5)
     assert np.all(np.asarray(entropy)[np.asarray(contexts_of(seqs).mask.T)] > 0)
 
@@ -182,7 +183,7 @@ def test_a_reward_model_ranks_what_it_has_not_seen(options):
     assert (float(metrics["heldout/disagreement"][0][-1]) > 0) == ("ensemble" in options)
     network = reward_model.of_config(reward_config(**options), SPACE)
     completions = contexts_of([(0, 0, 0), (0, 1, EOS), (1, EOS)])
-    scores = network.scores(state.params, completions.context, completions.lengths)
+    scores = jit(network.scores)(state.params, completions.context, completions.lengths)
     assert np.all(np.diff(np.asarray(scores.mean(0))) < 0)
 
 
@@ -198,7 +199,8 @@ def test_margin_and_centring_enter_the_loss(monkeypatch):
     state = state.replace(params=params_like(state.params))
     _, metrics = jit(agent.step)(state)
     network = reward_model.of_config(config, SPACE)
-    better, worse = (network.scores(state.params, s.context, s.lengths)[0] for s in (pairs.chosen, pairs.rejected))
+    scores = jit(network.scores)
+    better, worse = (scores(state.params, s.context, s.lengths)[0] for s in (pairs.chosen, pairs.rejected))
     by_hand = jnp.log1p(jnp.exp(-(better - worse - 0.6 * margin))) + 0.2 * (better + worse) ** 2
     assert float(metrics["loss/preference"]) == pytest.approx(float(by_hand[:3].mean()), rel=1e-4)
 
@@ -211,16 +213,14 @@ def test_the_score_is_read_at_the_last_token_that_was_said():
     )
     seqs = [(0, EOS), (1, 0, EOS), (EOS,), (1, 1, 1)]
     completions = contexts_of(seqs)
-    scores = network.scores(params, completions.context, completions.lengths)[0]
+    scores = jit(network.scores)(params, completions.context, completions.lengths)[0]
     one = jax.tree.map(lambda x: x[0], params)
     for i, seq in enumerate(seqs):
-        from rljax.networks.transformer import forward
-
-        hidden = forward(MODEL, one, jnp.asarray([[1, *seq]]))[0, -1]
+        hidden = jit(lambda params, tokens: forward(MODEL, params, tokens))(one, jnp.asarray([[1, *seq]]))[0, -1]
         by_hand = hidden @ one["value"]["kernel"][:, 0] + one["value"]["bias"][0]
         assert float(scores[i]) == pytest.approx(float(by_hand), rel=1e-4, abs=1e-5)
     spoilt = jnp.where(completions.context < 0, 1, completions.context).at[:, 0].set(-1)
-    np.testing.assert_allclose(network.scores(params, spoilt, completions.lengths)[0], scores, rtol=1e-5)
+    np.testing.assert_allclose(jit(network.scores)(params, spoilt, completions.lengths)[0], scores, rtol=1e-5)
 
 
 def test_rewards_of_tokens_add_up_to_the_score_and_the_lowest_member_pays():
@@ -229,8 +229,8 @@ def test_rewards_of_tokens_add_up_to_the_score_and_the_lowest_member_pays():
         shapes = jax.eval_shape(network.init, jax.random.key(0))
         params = params_like(shapes)
         completions = contexts_of([(0, EOS), (1, 0, EOS), (EOS,), (1, 1, 1)])
-        scores = network.scores(params, completions.context, completions.lengths)
-        paid = network.pays(params, completions.context, completions.lengths)
+        scores = jit(network.scores)(params, completions.context, completions.lengths)
+        paid = jit(network.pays)(params, completions.context, completions.lengths)
         assert paid.shape == ((T, 4) if of_tokens else (4,))
         np.testing.assert_allclose(paid.sum(0) if of_tokens else paid, scores.min(0), rtol=1e-5)
 
