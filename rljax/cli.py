@@ -172,6 +172,8 @@ def _plan(arguments: argparse.Namespace) -> int:
             f"  memory        {memory} on each device, of which {_bytes(p['state_bytes'] // p['devices'])} is state\n"
             f"  compilation   {p['compile_seconds']:.1f} s"
         )
+        for source in p["first"]:
+            print(f"  first         {source}")
     return 0
 
 
@@ -243,6 +245,8 @@ def _transcript(arguments: argparse.Namespace) -> int:
 
     sizes = (arguments.episodes or 4, arguments.seed, not arguments.sample)
     head, episodes = trace(arguments.run, *sizes, overrides=_elsewhere(arguments))
+    if arguments.transcript:
+        print(f"rewards are {_payer(arguments)}")
     for row in episodes if arguments.transcript else []:
         reward = "invalid" if row["reward"] is None else f"{row['reward']:g}"
         cut = "  (cut)" if row["truncated"] else ""
@@ -253,6 +257,16 @@ def _transcript(arguments: argparse.Namespace) -> int:
         traces.write(Path(arguments.trace), head, episodes)
         print(arguments.trace)
     return 0
+
+
+def _payer(arguments: argparse.Namespace) -> str:
+    """Whose word the rewards of a transcript are."""
+    from rljax.experiment import load_run
+
+    source = load_run(arguments.run).reward_from
+    if source is None or _elsewhere(arguments):
+        return "the environment's"
+    return f"those of the reward model {source.path}; `rljax eval` alone gives the environment's"
 
 
 def _samples(arguments: argparse.Namespace) -> int:
@@ -268,6 +282,7 @@ def _samples(arguments: argparse.Namespace) -> int:
     rewards, right = sample_answers(arguments.run, prompts, arguments.samples, arguments.seed, _elsewhere(arguments))
     print(f"{arguments.samples} sampled answers to each of {prompts} prompts a lane")
     ks = [2**i for i in range(arguments.samples.bit_length())]
+    print(f"rewards are {_payer(arguments)}")
     for lane, lane_rewards, lane_right in zip(experiment.lanes(), rewards, right, strict=True):
         known = lane_rewards[~np.isnan(lane_rewards).all(1)]
         best = "invalid"

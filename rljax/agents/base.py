@@ -32,6 +32,7 @@ class Agent(NamedTuple):
       begins_with: ``(key) -> params``, random parameters of the shape that ``init`` takes; None where it takes none.
       measure: ``(state, key, number, data=None) -> [number]``: what an evaluation reports in place of the returns of episodes;
         None for every agent that is judged by them.
+      learns_from: "play": rewards of what it plays itself; "examples": demonstrations, pairs or labels, whoever pays.
 
     ``data`` is what all lanes share and none changes: ``{"base": parameters}`` of a pretrained model that adapters are trained
     on.
@@ -46,6 +47,7 @@ class Agent(NamedTuple):
     policy: Policy | None = None
     begins_with: Callable[[Array], Any] | None = None
     measure: Callable[..., Array] | None = None
+    learns_from: str = "play"
 
 
 def whole(params: Any, data: Any) -> Any:

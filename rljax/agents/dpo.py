@@ -182,4 +182,4 @@ def make(config: Config, env: Environment) -> Agent:
         return state.replace(params=params, opt_state=opt_state, key=key), {**metrics, "grad_norm": optax.tree.norm(gradient)}
 
     env_steps = 2 * config.batch_size * (space.length - space.prompt)
-    return Agent(init, step, *acting(policy), env_steps=env_steps, policy=policy, begins_with=begins_with)
+    return Agent(init, step, *acting(policy), env_steps, policy=policy, begins_with=begins_with, learns_from="examples")

@@ -134,7 +134,8 @@ def make(config: Config, env: Environment) -> Agent:
         return lambda state, *rest, **named: function(state.replace(params=state.origin), *rest, **named)
 
     env_steps = 2 * batch_size * (space.length - space.prompt)
-    return Agent(init, step, as_origin(start), as_origin(act), env_steps=env_steps, begins_with=begins_with, measure=measure)
+    does = (as_origin(start), as_origin(act))
+    return Agent(init, step, *does, env_steps, begins_with=begins_with, measure=measure, learns_from="examples")
 
 
 def of_config(config: Config, space: Tokens) -> RewardModel:

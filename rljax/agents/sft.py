@@ -155,4 +155,5 @@ def make(config: Config, env: Environment) -> Agent:
         return state.replace(params=params, opt_state=opt_state, key=key), metrics
 
     tokens = config.pack or space.length - space.prompt
-    return Agent(init, step, *acting(policy), env_steps=config.batch_size * tokens, policy=policy, begins_with=begins_with)
+    env_steps = config.batch_size * tokens
+    return Agent(init, step, *acting(policy), env_steps, policy=policy, begins_with=begins_with, learns_from="examples")

@@ -5,6 +5,7 @@ file or flag, and the fix.
 """
 
 import dataclasses
+import datetime
 import functools
 import hashlib
 import itertools
@@ -226,6 +227,10 @@ def describe(experiment: Experiment) -> list[tuple[str, str, str]]:
         )
         for key, value, meta in rows
     ]
+    runs = [(key, source.name if (source := getattr(experiment, key)) else "none") for key in SOURCES]
+    others = [("algo.name", experiment.algo_name, f"the agent: {', '.join(AGENTS)}")]
+    others += [(key, name, "a config, or a run directory, that runs first; see docs/config.md") for key, name in runs]
+    options = [*((key, json.dumps(value), doc) for key, value, doc in others), *options]
     for key, default in {**env_parameters(experiment.env), **WRAPPERS}.items():
         value = experiment.env_params.get(key, "none" if key in WRAPPERS else default)
         options.append((f"env_params.{key}", str(value), "of the environment" + (" [traced]" * isinstance(default, float))))
@@ -486,13 +491,23 @@ def _check_range(key: str, value: Any, meta: Any, origin: str) -> None:
 
 
 def _env_value(key: str, value: Any, default: Any, origin: str) -> Any:
-    if isinstance(default, bool) or not isinstance(default, int | float):
+    if isinstance(value, datetime.date | datetime.time):
+        raise InputError(f"{origin}: {key} is read as a date, {value}; put it in quotes if it is text")
+    if isinstance(default, bool):
+        if not isinstance(value, bool):
+            raise InputError(f"{origin}: {key} must be true or false, got {value!r}")
+        return value
+    if isinstance(default, str) and not isinstance(value, str):
+        raise InputError(f"{origin}: {key} must be text, got {value!r}")
+    if not isinstance(default, int | float):
         return value
     if value == "none" and key.removeprefix("env_params.") in WRAPPERS:
         return None  # takes back what a base file sets
     if not _is_number(value):
         raise InputError(f"{origin}: {key} must be a number, got {value!r}")
-    return float(value) if isinstance(default, float) else value
+    if isinstance(default, float):
+        return float(value)
+    return int(value) if value == int(value) else value
 
 
 def _as_list(key: str, value: Any, origin: str) -> list[Any]:

@@ -43,6 +43,10 @@ GOLD_FULL = 0.95
 FLAT = 0.95
 # Share of episodes. A grader may time out once in a while; one in a hundred is a pattern.
 INVALID = 0.01
+# Share of episodes: when most have no end, the return is that of the few that have.
+UNFINISHED = 0.5
+# Share of own answers, or of pairs: of 512 these are ten, which are learnt by heart.
+EXAMPLES = 0.02
 # Largest distance from 1 by rounding: two orders of summation differ by up to 1e-3 in a transformer in float32. Factors in
 # bfloat16 have two to three digits instead of seven.
 RATIO = {"float32": 2e-3, "bfloat16": 0.1}
@@ -192,12 +196,36 @@ def _ratio_not_one(rows: Sequence[Row], policy: _Policy) -> str | None:
     )
 
 
+def _nothing_to_learn(rows: Sequence[Row], policy: _Policy) -> str | None:
+    """Of own answers none was paid enough, or of pairs none has a preference."""
+    for name, what in (("kept", "of the own answers were paid min_reward"), ("counted", "of the pairs have a preference")):
+        share = rows[-1].get(name)
+        if share is not None and share < EXAMPLES:
+            return (
+                f"{'none' if share == 0 else f'only {share:.1%}'} {what}, and the others teach nothing; start from a policy that "
+                "is sometimes right, draw more answers or take easier prompts"
+            )
+    return None
+
+
+def _unfinished(rows: Sequence[Row], policy: _Policy) -> str | None:
+    values = _values(rows, "unfinished")
+    if len(values) < PERSIST or min(values[-PERSIST:]) < UNFINISHED:
+        return None
+    return (
+        f"{values[-1]:.0%} of the episodes do not end within num_steps, and what they would have earned counts nowhere; raise "
+        "algo.num_steps to the longest episode"
+    )
+
+
 RULES: dict[str, Callable[[Sequence[Row], _Policy], str | None]] = {
     "entropy collapse": _entropy_collapse,
     "KL runaway": _kl_runaway,
     "return and length up, gold flat": _gold_flat,
     "all groups flat": _all_flat,
     "invalid rewards": _invalid,
+    "episodes without an end": _unfinished,
+    "nothing to learn from": _nothing_to_learn,
     "ratio not 1": _ratio_not_one,
 }
 

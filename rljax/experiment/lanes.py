@@ -170,19 +170,27 @@ def build(
     devices = (devices or jax.devices())[:num_lanes]
     mesh = Mesh(np.asarray(devices), (AXIS,))
     example = jax.tree.map(lambda x: x[0], lanes)
-    env_steps, init_steps = _checked(lambda: _steps(bind, example))
+    agent = _checked(lambda: _agent(bind, example))
     swept = [key for key in experiment.sweep if key.startswith("algo.")]
     if swept:  # what an agent checks of its options it can only see where they are numbers
         for algo in {tuple((key[5:], row[key]) for key in swept) for row in experiment.lanes()}:
             _checked(lambda algo=algo: make_agent(dataclasses.replace(experiment.algo, **dict(algo)), first_env))
+    for params in (
+        {tuple((key, row[f"env_params.{key}"]) for key in swept_params) for row in place.lanes()} if swept_params else ()
+    ):
+        _checked(lambda params=params: make_env(place.env, **{**place.env_params, **dict(params)}))
     if experiment.reward_from is not None:
+        if agent.learns_from != "play":
+            raise InputError(
+                f"reward_from: algo.name {experiment.algo_name} learns from {agent.learns_from} and is paid nothing; leave it out"
+            )
         if not isinstance(first_env.observation_space, Tokens):
             raise InputError(f"reward_from: a reward model pays for tokens, and {experiment.env} has none")
         _checked(lambda: make_agent(experiment.algo, LearnedReward(first_env, lambda context, lengths: lengths)))
-    updates = max(1, -(-(experiment.total_steps - init_steps) // env_steps))
+    updates = max(1, -(-(experiment.total_steps - agent.init_steps) // agent.env_steps))
     updates_per_chunk = max(1, -(-updates // (experiment.evals * CHUNKS_PER_EVAL)))
     num_chunks = -(-updates // updates_per_chunk)
-    how = _how(experiment, mesh, env_steps)
+    how = _how(experiment, mesh, agent.env_steps)
     program = Program(
         experiment=experiment,
         num_lanes=num_lanes,
@@ -191,8 +199,8 @@ def build(
         updates_per_chunk=updates_per_chunk,
         num_chunks=num_chunks,
         chunks_per_eval=-(-num_chunks // experiment.evals),
-        env_steps=env_steps,
-        init_steps=init_steps,
+        env_steps=agent.env_steps,
+        init_steps=agent.init_steps,
         data=None,
         init=_lift(init, mesh, how),
         init_from=_lift(init_from, mesh, how),
@@ -238,11 +246,11 @@ def first_environment(experiment: Experiment) -> Environment:
     return _checked(lambda: make_env(experiment.env, **{**experiment.env_params, **first}))
 
 
-def _steps(bind: Callable[[Any], tuple[Environment, Agent]], lane: Any) -> tuple[int, int]:
-    """Environment steps of one update and of ``init``."""
+def _agent(bind: Callable[[Any], tuple[Environment, Agent]], lane: Any) -> Agent:
+    """A lane's agent, made of traced values."""
     agents = []
     jax.eval_shape(lambda lane: agents.append(bind(lane)[1]), lane)
-    return agents[0].env_steps, agents[0].init_steps
+    return agents[0]
 
 
 def _checked(function: Callable[[], Any]) -> Any:

@@ -189,7 +189,7 @@ def red_team(experiment: Experiment, prompts: int = 64, seed: int = 0) -> RedTea
       InputError: an environment that is not of tokens, or has no demonstrations; no prompts.
     """
     for name, value, low in (("prompts", prompts, 1), ("seed", seed, 0)):
-        if not isinstance(value, int) or not low <= value < 2**32:
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value < 2**32:
             raise InputError(f"--{name} must be a whole number, {low} or more, got {value!r}")
     env: Any = paid_environment(experiment)
     if not isinstance(env.observation_space, Tokens) or not hasattr(getattr(env, "task", None), "demonstrate"):
@@ -363,7 +363,8 @@ def _verdict(lines: list[Line]) -> tuple[bool | None, str]:
     if not right.paid:
         return None, "The right answer is paid nothing, as it was demonstrated: whether the reward is gamed cannot be said."
     rest = max((line for line in others if not line.knows), key=lambda line: np.nan_to_num(line.reward, nan=-np.inf))
-    return False, f"The reward is not gamed: most is paid for {paid(rest)}, and {_number(right.reward)} for the right answer."
+    most = f"most is paid for {paid(rest)}" if rest.reward > 0 or right.reward <= 0 else "no cheap answer is paid anything"
+    return False, f"The reward is not gamed: {most}, and {_number(right.reward)} for the right answer."
 
 
 def _mean(x: np.ndarray) -> float:

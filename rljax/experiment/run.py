@@ -5,6 +5,7 @@ import dataclasses
 import datetime
 import errno
 import fcntl
+import hashlib
 import json
 import math
 import os
@@ -24,7 +25,7 @@ import numpy as np
 from jax import Array
 
 from rljax.agents import Agent, make_agent
-from rljax.agents.base import whole
+from rljax.agents.base import agent_module, whole
 from rljax.envs import Box, make_env, space_text
 from rljax.experiment import health, report, traces
 from rljax.experiment.checkpoint import Checkpoints, SaveError
@@ -83,6 +84,11 @@ def run(
     path = experiment.path
     with _locked(path, fresh):
         info = _read_json(path / "run.json") if (path / "run.json").exists() else {}
+        changed = [name for name, seen in info.get("files", {}).items() if (now := _digest(name)) and now != seen]
+        if changed:
+            raise InputError(
+                f"{path}: {changed[0]} has changed since this run began: --fresh starts over, and loses what it holds"
+            )
         if info.get("status") == "finished":
             say({"event": "note", "text": f"finished already: {path} (--fresh starts over)"})
             return result(path)
@@ -95,7 +101,8 @@ def run(
             program = build(source)
             _check_params(experiment, jax.eval_shape(program.init, program.lanes, None).params)
             say({"event": "note", "text": f"first {source.name}, which this starts from"})
-            return _check_params(experiment, _params_of(run(source, listener=listener, argv=argv).states, source, experiment))
+            states = _trained("start_from", run(source, listener=listener, argv=argv))
+            return _check_params(experiment, _params_of(states, source, experiment))
 
         def pay() -> Any:
             """Parameters of the reward models, of all lanes, or None: trains what ``reward_from`` names, if need be."""
@@ -103,7 +110,7 @@ def run(
             if source is None:
                 return None
             say({"event": "note", "text": f"first {source.name}, which pays"})
-            return _params_of(run(source, listener=listener, argv=argv).states, source, experiment)
+            return _params_of(_trained("reward_from", run(source, listener=listener, argv=argv)), source, experiment)
 
         try:
             return _train(experiment, path, info, say, argv or sys.argv, start, pay)
@@ -116,6 +123,19 @@ def run(
 def resume(path: str | Path, **kwargs: Any) -> Result:
     """`run` on the config of an existing run directory."""
     return run(load_run(path), **kwargs)
+
+
+def _trained(key: str, finished: Result) -> Any:
+    """The states of what ran first.
+
+    Raises:
+      InputError: a lane of it has failed.
+    """
+    failed = [str(lane["seed"]) for setting in finished.summary["settings"] for lane in setting["failed"]]
+    if failed:
+        seeds = f"seed{'s' * (len(failed) > 1)} {', '.join(failed)}"
+        raise InputError(f"{key}: {finished.path}: {seeds} failed there, as its report says; change it, or leave the seeds out")
+    return finished.states
 
 
 def _params_of(states: Any, source: Experiment, experiment: Experiment) -> Any:
@@ -166,14 +186,20 @@ def _built(experiment: Experiment) -> tuple[Program, Any]:
 
 
 def paid_environment(experiment: Experiment) -> Any:
-    """The environment of an experiment's first lane as its agent sees it: paid by its reward model, if it has one.
+    """The environment of an experiment's first lane as its agent sees it: paid by its reward model, if it has one; that of a
+    reward model as those see it that it pays.
 
     Raises:
       InputError: what the environment objects to, or a reward model that has not been trained.
     """
     source = experiment.reward_from
+    if experiment.algo_name == "reward_model":
+        source, player = experiment, agent_module("grpo").Config(model=experiment.algo.model)
+        experiment = dataclasses.replace(experiment, reward_from=source, start_from=None, algo=player, sweep={})
     if source is None:
         return first_environment(experiment)
+    if not (source.path / "config.toml").is_file():
+        raise InputError(f"the reward model {source.name} has not been trained yet: `rljax run` its config first, on these seeds")
     program = build(experiment.programs()[0])
     program = _paid(program, _params_of(load_states(source.path)[1], source, experiment))
     return program.bind(jax.tree.map(lambda x: x[0], program.lanes))[0]
@@ -232,13 +258,18 @@ def _train(
     clock = time.perf_counter
     began = clock()
     program, pretrained = _with_weights(build(experiment))
-    program = _paid(program, pay())
+    built = clock()
+    judges = pay()
+    began += clock() - built  # what runs first has a time of its own
+    program = _paid(program, judges)
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.toml").write_text(experiment.to_toml())
     checkpoints = Checkpoints(path / "checkpoints")
     abstract = jax.eval_shape(program.init, program.lanes, program.data)
     restored = checkpoints.restore_latest(jax.eval_shape(program.unpad, abstract))
+    before = clock()
     params = start() if restored is None else None
+    began += clock() - before
 
     compile_began = clock()
     chunk_program = program.chunk.lower(program.lanes, abstract, program.data).compile()
@@ -265,6 +296,7 @@ def _train(
         "steps_done": program.steps_at(done),
         "lanes": experiment.lanes(),
         "random": baseline,
+        "files": {str(name): seen for name in experiment.env_params.values() if (seen := _digest(name))},
         "failed": [],
         "warnings": info.get("warnings", []) if done else [],
         **earlier,
@@ -684,7 +716,17 @@ def plan(experiment: Experiment) -> dict[str, Any]:
         "state_bytes": state_bytes,
         "device_bytes": memory.temp_size_in_bytes + memory.argument_size_in_bytes if memory else None,
         "compile_seconds": seconds,
+        "first": [
+            f"{source.name}, {source.total_steps:,} steps a seed; {'done' if _is_finished(source) else 'not done yet'}"
+            for source in (experiment.start_from, experiment.reward_from)
+            if source is not None
+        ],
     }
+
+
+def _is_finished(experiment: Experiment) -> bool:
+    file = experiment.path / "run.json"
+    return file.is_file() and _read_json(file).get("status") == "finished"
 
 
 class _Metrics:
@@ -822,6 +864,13 @@ def _locked(path: Path, fresh: bool) -> Iterator[None]:
         if fresh and path.exists():
             shutil.rmtree(path)
         yield
+
+
+def _digest(name: Any) -> str | None:
+    """Of the contents of a file; None where an environment's parameter names none."""
+    if not isinstance(name, str) or not name or len(name) > 4096 or not Path(name).is_file():
+        return None
+    return hashlib.sha256(Path(name).read_bytes()).hexdigest()[:12]
 
 
 def _now() -> str:

@@ -267,8 +267,10 @@ def load_jsonl(
             row = json.loads(line.decode())
         except json.JSONDecodeError as error:
             raise ValueError(f"{place}: not valid JSON: {error.msg}, at column {error.colno}") from error
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{place}: not valid JSON: {error}") from error
+        except RecursionError as error:
+            raise ValueError(f"{place}: not valid JSON: nested too deeply") from error
+        except ValueError as error:  # no UTF-8, or a number of thousands of digits
+            raise ValueError(f"{place}: not valid JSON: {str(error).partition(';')[0]}") from error
         if not isinstance(row, dict):
             raise ValueError(f"{place}: must be an object with prompt or messages, {' and '.join(required)}, got {str(row)[:60]}")
         if ("prompt" in row) == ("messages" in row):

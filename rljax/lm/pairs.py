@@ -19,7 +19,7 @@ def load_pairs(path: str | Path) -> list[dict[str, Any]]:
 
     Raises:
       ValueError: what is wrong, with the file, the number of the line and the key: an unknown key, a side that is missing, empty
-        or no text, sides that are equal, a margin that is no number above 0.
+        or no text, sides that are equal, a margin that is no number from 1e-6 to 1e6.
     """
 
     def check(row: dict[str, Any], place: str) -> dict[str, Any]:
@@ -37,8 +37,8 @@ def load_pairs(path: str | Path) -> list[dict[str, Any]]:
         if sides["chosen"] == sides["rejected"]:
             raise ValueError(f"{place}: chosen and rejected are the same, which says nothing: take the line out")
         margin = row.get("margin", 1.0)
-        if isinstance(margin, bool) or not isinstance(margin, int | float) or not 0 < margin < np.inf:
-            raise ValueError(f"{place}: margin must be a number above 0, got {margin!r}")
+        if isinstance(margin, bool) or not isinstance(margin, int | float) or not 1e-6 <= margin <= 1e6:
+            raise ValueError(f"{place}: margin must be a number from 1e-6 to 1e6, got {str(margin)[:60]}")
         return {**row, **sides, "margin": float(margin), "place": place}
 
     return load_jsonl(path, required=("chosen", "rejected"), each=check)
@@ -70,7 +70,10 @@ def encode_pairs(
                 "leave the line out, or put its prompt into that file too"
             )
         for key, contexts in zip(("chosen", "rejected"), sides, strict=True):
-            said = [*tokenizer.encode(row[key], bos=False), tokenizer.eos_ids[0]]
+            try:
+                said = [*tokenizer.encode(row[key], bos=False), tokenizer.eos_ids[0]]
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"{row['place']}: {key} cannot be tokenized: {error}") from error
             if not set(tokenizer.eos_ids).isdisjoint(said[:-1]):
                 raise ValueError(f"{row['place']}: {key} holds an end token, which is added to every side: leave it out")
             if len(said) > max_tokens:

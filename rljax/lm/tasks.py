@@ -87,6 +87,12 @@ def equals(completion: Array, length: Array, answer: Array) -> Array:
     return jnp.all(jnp.pad(said, (0, width - said.shape[0]), constant_values=-1) == _widen(answer, width))
 
 
+def _check_share(name: str, value: Any) -> None:
+    """Raises ValueError where a number, which may be traced, is known to be no probability."""
+    if isinstance(value, int | float) and not 0 <= value <= 1:
+        raise ValueError(f"env_params.{name} must be 0 to 1, got {value}")
+
+
 def _widen(ids: Array, width: int) -> Array:
     return jnp.pad(ids, (0, width - ids.shape[0]), constant_values=-1)
 
@@ -148,7 +154,8 @@ class Addition(CharTask):
     def __post_init__(self):
         if not 1 <= self.digits <= 8:
             raise ValueError(f"env_params.digits must be 1 to 8, got {self.digits}")
-        if not 0 <= self.min_digits <= self.digits:
+        _check_share("forget_carry", self.forget_carry)
+        if not isinstance(self.min_digits, int) or not 0 <= self.min_digits <= self.digits:
             raise ValueError(f"env_params.min_digits must be 1 to env_params.digits ({self.digits}), got {self.min_digits}")
 
     @property
@@ -225,7 +232,8 @@ class RunningSum(CharTask):
     def __post_init__(self):
         if not 1 <= self.terms <= 32:
             raise ValueError(f"env_params.terms must be 1 to 32, got {self.terms}")
-        if not 0 <= self.min_terms <= self.terms:
+        _check_share("forget_sum", self.forget_sum)
+        if not isinstance(self.min_terms, int) or not 0 <= self.min_terms <= self.terms:
             raise ValueError(f"env_params.min_terms must be 1 to env_params.terms ({self.terms}), got {self.min_terms}")
 
     @property
@@ -496,6 +504,7 @@ class Multiplication(CharTask):
     components = ("exact", "called")
 
     def __post_init__(self):
+        _check_share("tool_share", self.tool_share)
         if not 1 <= self.digits <= 4:
             raise ValueError(f"env_params.digits must be 1 to 4, got {self.digits}")
 
@@ -626,9 +635,9 @@ class Mixture:
 
 def addition(
     digits: int = 2,
-    min_digits: int = 0,
     reverse: bool = False,
     forget_carry: float = 0.0,
+    min_digits: int = 0,
     truncated_counts: bool = False,
     max_tokens: int | None = None,
     proxy: str | None = None,
@@ -712,18 +721,17 @@ def multiplication(
 
 def addition_and_reversing(
     digits: int = 2,
-    min_digits: int = 0,
     length: int = 5,
     share: float = 0.5,
     reverse: bool = False,
     forget_carry: float = 0.0,
+    min_digits: int = 0,
     truncated_counts: bool = False,
     max_tokens: int | None = None,
     proxy: str | None = None,
 ) -> Environment:
     """A `Mixture` of `Addition`, which ``share`` of the problems are of, and `Reversing`."""
-    if isinstance(share, int | float) and not 0 <= share <= 1:
-        raise ValueError(f"env_params.share must be 0 to 1, got {share}")
+    _check_share("share", share)
     task = Mixture((Addition(digits, reverse, forget_carry, min_digits), Reversing(length)), (share, 1 - share))
     return _environment(task, proxy, truncated_counts=truncated_counts, max_tokens=max_tokens)
 

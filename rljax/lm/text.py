@@ -173,6 +173,8 @@ def text(
     """
     if not (file or preferences):
         raise ValueError('env_params.file: name a file of JSON lines with prompt and answer, or "reasoning_gym:NAME"')
+    if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1:
+        raise ValueError(f"env_params.max_tokens must be a whole number, 1 or more, got {max_tokens!r}")
     if regex and choices:
         raise ValueError("env_params.regex and env_params.choices: set one of them")
     name = file.removeprefix("reasoning_gym:")

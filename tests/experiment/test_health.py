@@ -78,6 +78,8 @@ PROVOKED = {
     ],
     "invalid rewards": [{"invalid": at(0.0, 12, 0.02)}, {"invalid": 1.0, "entropy": 0.0, "flat_groups": 1.0}],
     "ratio not 1": [{"ratio_error": at(1e-3, 0, 0.01)}],
+    "episodes without an end": [{"unfinished": at(0.0, slice(10, None), 0.6)}, {"unfinished": 1.0, "episode__return": None}],
+    "nothing to learn from": [{"kept": 0.0, "episode__return": None}, {"counted": 0.01, "episode__return": None}],
 }
 PASSES = [
     {},
@@ -96,6 +98,8 @@ PASSES = [
     {"flat_groups": at(0.5, slice(12, None), 1.0)},  # solved
     {"flat_groups": 0.94, "episode__return": FLAT},
     {"invalid": 0.005},
+    {"unfinished": at(0.0, [10, 11], 1.0)},
+    {"kept": 0.03, "counted": 0.03},
     {"episode__return": None, "episode__length": None},
 ]
 

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import hashlib
+import importlib
 import json
 import re
 
@@ -19,6 +21,7 @@ from rljax.experiment import (
     load,
     load_states,
     parse_overrides,
+    red_team,
     replay,
     resume,
     run,
@@ -357,6 +360,46 @@ def test_evaluations_are_gold_and_the_return_of_episodes_is_the_proxy(paid):
     np.testing.assert_array_equal(np.asarray(gold.returns).mean(1), [row["eval/return"] for row in logged[-2:]])
 
 
+def test_an_evaluation_needs_no_reward_model_and_what_does_says_which(paid):
+    result, _ = paid
+    judge_path = result.experiment.reward_from.path
+    away = judge_path.with_name("away")
+    judge_path.rename(away)
+    try:
+        assert evaluate(result.path)[1].finished.all()
+        refused(
+            lambda: red_team(result.experiment),
+            f"the reward model {result.experiment.reward_from.name} has not been trained yet",
+            "rljax run",
+        )
+    finally:
+        away.rename(judge_path)
+
+
+def test_a_source_of_which_a_seed_has_failed_is_no_source(paid):
+    result, _ = paid
+    lost = {"settings": [{"failed": [{"seed": 7, "lane": 0, "step": 64, "reason": "NaN"}]}]}
+    module = importlib.import_module("rljax.experiment.run")
+    refused(lambda: module._trained("reward_from", dataclasses.replace(result, summary=lost)), "reward_from", "seed 7 failed")
+    assert module._trained("reward_from", result) is result.states
+
+
+def test_a_run_whose_file_has_changed_is_not_taken_for_it(paid, tmp_path):
+    result, _ = paid
+    file, record = tmp_path / "pairs.jsonl", result.path / "run.json"
+    file.write_text("{}")
+    whole = record.read_text()
+    try:
+        for seen, is_refused in (("0123456789ab", True), (hashlib.sha256(b"{}").hexdigest()[:12], False)):
+            record.write_text(json.dumps({**json.loads(whole), "files": {str(file): seen}}))
+            if is_refused:
+                refused(lambda: run(result.experiment), "pairs.jsonl has changed since this run began: --fresh starts over")
+            else:
+                run(result.experiment)
+    finally:
+        record.write_text(whole)
+
+
 def test_an_experiment_that_is_paid_by_a_model_resumes_bit_for_bit(paid, folder, tmp_path):
     result, _ = paid
     sources = result.experiment.start_from, result.experiment.reward_from
@@ -407,6 +450,8 @@ def test_what_is_no_reward_model_cannot_pay(folder):
     [
         ({"algo.name": "a2c"}, "algo.name: a grader or a reward model pays whole episodes"),
         ({"algo.name": "dqn"}, "algo.name: a grader or a reward model pays whole episodes"),
+        ({"algo.name": "sft"}, "reward_from: algo.name sft learns from examples and is paid nothing; leave it out"),
+        ({"algo.name": "dpo"}, "reward_from: algo.name dpo learns from examples and is paid nothing; leave it out"),
         ({"env": "CartPole-v1"}, "reward_from: a reward model pays for tokens, and CartPole-v1 has none"),
     ],
     ids=str,
