@@ -51,7 +51,26 @@ METHODS = {
     "ppo": "PPO",
 }
 # Learning rate and gradient steps, chosen by --tune. GRPO and PPO take as many steps as the labels allow: theirs are not read.
-SETTINGS: dict[tuple[str, int], tuple[float, int]] = {}
+SETTINGS: dict[tuple[str, int], tuple[float, int]] = {
+    ("sft", 256): (1e-3, 120),
+    ("sft", 2048): (1e-3, 240),
+    ("sft", 16384): (1e-3, 400),
+    ("filtered", 256): (3e-4, 60),
+    ("filtered", 2048): (1e-3, 300),
+    ("filtered", 16384): (1e-3, 900),
+    ("dpo", 256): (1e-4, 60),
+    ("dpo", 2048): (1e-4, 180),
+    ("dpo", 16384): (1e-3, 800),
+    ("reward_model", 256): (3e-4, 150),
+    ("reward_model", 2048): (1e-3, 360),
+    ("reward_model", 16384): (3e-4, 1000),
+    ("grpo", 256): (4e-4, 0),
+    ("grpo", 2048): (4e-4, 0),
+    ("grpo", 16384): (2e-4, 0),
+    ("ppo", 256): (4e-4, 0),
+    ("ppo", 2048): (2e-4, 0),
+    ("ppo", 16384): (2e-4, 0),
+}
 
 
 def experiment(
