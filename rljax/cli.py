@@ -12,6 +12,7 @@ COMMANDS = {
     "plan": "what a run would be: programs, lanes, memory; trains nothing",
     "redteam": "search the reward of a config's token environment for cheap answers that it pays; trains nothing",
     "eval": "evaluate the last checkpoint of a run, in its own environment or in another",
+    "record": "play the last policy of a run and write a data set for offline agents",
     "replay": "play the episodes of a trace again, token for token, and say where they differ",
     "fetch": "download a pretrained model: smollm2",
     "export": "write the language model of one lane as a Hugging Face directory",
@@ -69,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, doc in COMMANDS.items():
         command = commands.add_parser(name, help=doc, description=doc, allow_abbrev=False)
-        if name in ("eval", "reproduce", "export"):
+        if name in ("eval", "record", "reproduce", "export"):
             command.add_argument("run", help="a run directory, as in runs/ppo_cartpole/0123456789ab")
         if name == "eval":
             command.add_argument("--episodes", type=int, help="per lane; default: as in training")
@@ -81,6 +82,13 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--sample", action="store_true", help="draw actions as in training, not the likeliest")
             command.add_argument("--env", help="play another environment; --env_params.KEY VALUE: with other parameters")
             command.add_argument("--trace", metavar="FILE", help="write the transcript there, for `rljax replay`")
+        if name == "record":
+            command.add_argument("target", help="the file to write, .npz or .h5")
+            command.add_argument("--steps", type=int, default=100_000, help="of the environment; default: 100000")
+            command.add_argument("--epsilon", type=float, default=0.0, help="share of uniformly random actions; default: 0")
+            command.add_argument("--lane", type=int, default=0, help="whose policy; default: 0")
+            command.add_argument("--expert", metavar="RUN", help="a run whose return is 100 on the scale of normalised scores")
+            command.add_argument("--seed", type=int, default=0, help="of the episodes; default: 0")
         if name == "export":
             command.add_argument("target", help="the directory to write")
             command.add_argument("--lane", type=int, default=0, help="default: 0")
@@ -290,6 +298,17 @@ def _samples(arguments: argparse.Namespace) -> int:
             best = f"reward {np.nanmean(known):.3f}  best of {arguments.samples} {np.nanmax(known, 1).mean():.3f}"
         passes = "  ".join(f"pass@{k} {float(pass_at_k(lane_right, k).mean()):.3f}" for k in ks)
         print(f"lane {lane['lane']:>3}  seed {lane['seed']:>3}  {best}  {passes}")
+    return 0
+
+
+def _record(arguments: argparse.Namespace) -> int:
+    from rljax.experiment import record, write
+
+    options = {name: getattr(arguments, name) for name in ("epsilon", "lane", "expert", "seed")}
+    recording = record(arguments.run, arguments.steps, **options)
+    write(recording, arguments.target)
+    returns = recording.returns
+    print(f"{arguments.target}: {recording.size:,} steps, {len(returns):,} episodes, mean return {returns.mean():.4g}")
     return 0
 
 

@@ -21,12 +21,15 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 from rljax import agents, cli, experiment
 from rljax.envs import gymnax, make_env, registry
 from rljax.experiment.lanes import build
 from rljax.networks import Transformer
+from rljax.ops.dataset import make_dataset
+from rljax.ops.replay import Transition
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))]
@@ -231,10 +234,22 @@ def test_page_of_an_algorithm_names_every_metric(name, is_language):
     options = {**OF_TOKENS[name], "model": Transformer()} if is_language else dict(OPTIONAL_METRICS.get(name, {}))
     if "anneal_steps" in {field.name for field in dataclasses.fields(config_class)}:
         options["anneal_steps"] = 1e6
-    env = "tokens/addition" if is_language else {"td3": "Pendulum-v1"}.get(name, "CartPole-v1")
-    agent = agents.make_agent(config_class(**options), make_env(env))
-    _, metrics = jax.eval_shape(agent.step, jax.eval_shape(agent.init, jax.random.key(0)))
+    continuous = ("td3", "td3_bc")
+    env = make_env("tokens/addition" if is_language else "Pendulum-v1" if name in continuous else "CartPole-v1")
+    agent = agents.make_agent(config_class(**options), env)
+    data = recorded(env) if agent.learns_from == "data" else None
+    _, metrics = jax.eval_shape(agent.step, jax.eval_shape(agent.init, jax.random.key(0), data), data)
     assert_named({m for m in metrics if not m.startswith("reward/")}, name)
+
+
+def recorded(env):
+    """One step, as a data set."""
+    seen, action = (
+        np.zeros((1, *env.observation_space.shape), np.float32),
+        np.asarray(env.action_space.sample(jax.random.key(0)))[None],
+    )
+    no = np.zeros(1, bool)
+    return {"dataset": make_dataset(Transition(seen, None, action, np.zeros(1, np.float32), no, no, seen, None))}
 
 
 def test_pages_name_every_metric_and_file_of_a_run(tmp_path):

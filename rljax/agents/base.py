@@ -11,7 +11,11 @@ from rljax.envs.registry import did_you_mean
 from rljax.networks import Policy
 from rljax.networks.transformer import join
 
-NAMES = ("reinforce", "a2c", "ppo", "grpo", "pqn", "dqn", "c51", "sac", "td3", "sft", "dpo", "reward_model")
+NAMES = (
+    *("reinforce", "a2c", "ppo", "grpo", "pqn", "dqn", "c51", "sac", "td3"),
+    *("bc", "iql", "cql", "td3_bc"),
+    *("sft", "dpo", "reward_model"),
+)
 AGENTS = {name: f"rljax.agents.{name}" for name in NAMES}
 
 
@@ -32,10 +36,11 @@ class Agent(NamedTuple):
       begins_with: ``(key) -> params``, random parameters of the shape that ``init`` takes; None where it takes none.
       measure: ``(state, key, number, data=None) -> [number]``: what an evaluation reports in place of the returns of episodes;
         None for every agent that is judged by them.
-      learns_from: "play": rewards of what it plays itself; "examples": demonstrations, pairs or labels, whoever pays.
+      learns_from: "play": rewards of what it plays itself; "examples": demonstrations, pairs or labels, whoever pays; "data":
+        recorded steps, in ``data``, whose steps are gradient steps.
 
     ``data`` is what all lanes share and none changes: ``{"base": parameters}`` of a pretrained model that adapters are trained
-    on.
+    on, or ``{"dataset": Dataset}`` of recorded steps (`rljax.ops.dataset`).
     """
 
     init: Callable[..., Any]
@@ -52,7 +57,7 @@ class Agent(NamedTuple):
 
 def whole(params: Any, data: Any) -> Any:
     """What a policy takes: the parameters that are trained, joined to the base that ``data`` holds, if any."""
-    return params if data is None else join(data["base"], params)
+    return join(data["base"], params) if data and "base" in data else params
 
 
 def agent_module(name: str) -> Any:

@@ -95,7 +95,7 @@ class Actions(NamedTuple):
     auto_entropy: Callable[[Array | None], Array | float]
 
 
-def box_actions(config: Config, observation_space: Space, action_space: Space) -> Actions:
+def box_actions(config: Any, observation_space: Space, action_space: Space) -> Actions:
     """A tanh-Gaussian policy, whose expectations are taken from one sample."""
     low, high = action_bounds(action_space)
     if config.network != "mlp":
@@ -126,7 +126,7 @@ def box_actions(config: Config, observation_space: Space, action_space: Space) -
     )
 
 
-def discrete_actions(config: Config, observation_space: Space, action_space: Discrete) -> Actions:
+def discrete_actions(config: Any, observation_space: Space, action_space: Discrete) -> Actions:
     """A categorical policy, whose expectations are sums over the actions."""
     one = action_values(observation_space, action_space, config.network, config.hidden, config.activation)
     critics = Network(
@@ -154,40 +154,23 @@ def discrete_actions(config: Config, observation_space: Space, action_space: Dis
     )
 
 
-def make(config: Config, env: Environment) -> Agent:
-    """SAC on ``config.num_envs`` copies of ``env``.
+def actions_of(config: Any, env: Environment) -> Actions:
+    """`Actions` of an environment for a config with ``network``, ``hidden`` and ``activation``.
 
     Raises:
-      ValueError: one line that names the key: actions that are neither Discrete nor a bounded Box, observations that the
-        network cannot take, a buffer smaller than ``learning_starts``.
+      ValueError: actions that are neither Discrete nor a bounded Box, or a network that does not fit them; names the key.
     """
-    envs = vectorize(env, config.num_envs)
     if isinstance(env.action_space, Discrete):
-        actions = discrete_actions(config, env.observation_space, env.action_space)
-    else:
-        actions = box_actions(config, env.observation_space, env.action_space)
-    optimizer = optax.scale_by_adam(eps=config.adam_eps)
-    env_steps = config.num_envs * config.num_steps
-    random_steps = fill_steps(config.buffer_size, config.learning_starts, config.num_envs)
+        return discrete_actions(config, env.observation_space, env.action_space)
+    return box_actions(config, env.observation_space, env.action_space)
 
-    def init(key: Array, data: None = None) -> TrainState:
-        key, fill_key, actor_key, critics_key = jax.random.split(key, 4)
-        filled = fill(envs, fill_key, config.buffer_size, random_steps)
-        observation, action = filled.world[1].observation, filled.buffer.transitions.action[0]
-        params = {
-            "actor": actions.actor.init(actor_key, observation),
-            "critics": actions.critics.init(critics_key, *actions.inputs(observation, action)),
-            "log_temperature": jnp.log(jnp.asarray(config.initial_temperature, jnp.float32)),
-        }
-        return TrainState(
-            params=params,
-            target_critics=params["critics"],
-            opt_state=optimizer.init(ravel_pytree(params)[0]),
-            key=key,
-            updates=jnp.zeros((), jnp.int32),
-            world=filled.world,
-            buffer=filled.buffer,
-        )
+
+def objective(config: Any, actions: Actions) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """``(policy, loss)`` of a config with ``temperature`` and ``target_entropy``: what SAC minimises, wherever batches are from.
+
+    ``policy`` is ``(actor params, observation, action mask) -> Distribution``; ``loss`` is ``(params, target critics, batch,
+    noise [2, M] of two draws) -> (scalar, metrics)``.
+    """
 
     def policy(params: Any, observation: Any, mask: Array | None) -> Any:
         return actions.policy(actions.actor.apply(params, observation), mask)
@@ -217,6 +200,42 @@ def make(config: Config, env: Environment) -> Agent:
         total = (critic_loss + policy_loss + temperature_loss).mean()
         metrics = {"loss/critic": critic_loss, "loss/policy": policy_loss, "q": q, "entropy": -log_prob, "temperature": alpha}
         return total, jax.tree.map(jnp.mean, metrics)
+
+    return policy, loss
+
+
+def make(config: Config, env: Environment) -> Agent:
+    """SAC on ``config.num_envs`` copies of ``env``.
+
+    Raises:
+      ValueError: one line that names the key: actions that are neither Discrete nor a bounded Box, observations that the
+        network cannot take, a buffer smaller than ``learning_starts``.
+    """
+    envs = vectorize(env, config.num_envs)
+    actions = actions_of(config, env)
+    policy, loss = objective(config, actions)
+    optimizer = optax.scale_by_adam(eps=config.adam_eps)
+    env_steps = config.num_envs * config.num_steps
+    random_steps = fill_steps(config.buffer_size, config.learning_starts, config.num_envs)
+
+    def init(key: Array, data: None = None) -> TrainState:
+        key, fill_key, actor_key, critics_key = jax.random.split(key, 4)
+        filled = fill(envs, fill_key, config.buffer_size, random_steps)
+        observation, action = filled.world[1].observation, filled.buffer.transitions.action[0]
+        params = {
+            "actor": actions.actor.init(actor_key, observation),
+            "critics": actions.critics.init(critics_key, *actions.inputs(observation, action)),
+            "log_temperature": jnp.log(jnp.asarray(config.initial_temperature, jnp.float32)),
+        }
+        return TrainState(
+            params=params,
+            target_critics=params["critics"],
+            opt_state=optimizer.init(ravel_pytree(params)[0]),
+            key=key,
+            updates=jnp.zeros((), jnp.int32),
+            world=filled.world,
+            buffer=filled.buffer,
+        )
 
     def step(state: TrainState, data: None = None) -> tuple[TrainState, dict[str, Any]]:
         key, loop_key = jax.random.split(state.key)

@@ -15,8 +15,8 @@ from jax.flatten_util import ravel_pytree
 
 from rljax.agents.base import Agent
 from rljax.agents.off_policy import Loop, act_and_learn, fill, fill_steps
-from rljax.envs import Environment, TimeStep, vectorize
-from rljax.networks import continuous_critics, feed_forward
+from rljax.envs import Environment, Space, TimeStep, vectorize
+from rljax.networks import Network, continuous_critics, feed_forward
 from rljax.networks.torsos import ACTIVATIONS
 from rljax.networks.values import action_bounds
 from rljax.ops import replay
@@ -63,6 +63,35 @@ class TrainState(struct.PyTreeNode):
     buffer: replay.Replay
 
 
+def networks(config: Any, observation_space: Space, action_space: Space) -> tuple[Network, Network, Any, Any]:
+    """``(actor, critics, policy, critic_loss)`` of a config with ``hidden``, ``activation`` and the noise on target actions.
+
+    Raises:
+      ValueError: actions that are no bounded Box; names the key.
+    """
+    low, high = action_bounds(action_space)
+    center, half_width = 0.5 * (high + low), 0.5 * (high - low)
+    actor = feed_forward(observation_space, low.size, "mlp", config.hidden, config.activation)
+    critics = continuous_critics(observation_space, action_space, config.hidden, config.activation, num=2)
+
+    def policy(params: Any, observation: Any, noise: Array | float = 0.0) -> Array:
+        """The action, with noise in half widths of its range, ``[M, D]``."""
+        unit = jnp.tanh(actor.apply(params, observation)) + noise
+        return jnp.clip(center + half_width * unit, low, high)
+
+    def critic_loss(params: Any, target_params: Any, batch: replay.Batch, noise: Array) -> tuple[Array, dict[str, Array]]:
+        """``sum over i of 1/2 (Q_i(s, a) - y)^2`` with ``y = r + gamma min Q_target(s', pi_target(s') + clipped noise)``."""
+        noise = jnp.clip(config.target_noise * noise, -config.target_noise_clip, config.target_noise_clip)
+        action = policy(target_params["actor"], batch.next_observation, noise)
+        value = critics.apply(target_params["critics"], batch.next_observation, action).min(0)
+        target = replay.targets(batch, value)
+        q = critics.apply(params, batch.start.observation, batch.start.action)
+        losses = 0.5 * jnp.square(q - target).sum(0)
+        return losses.mean(), {"loss/critic": losses.mean(), "q": q.mean()}
+
+    return actor, critics, policy, critic_loss
+
+
 def make(config: Config, env: Environment) -> Agent:
     """TD3 on ``config.num_envs`` copies of ``env``.
 
@@ -72,15 +101,13 @@ def make(config: Config, env: Environment) -> Agent:
     """
     envs = vectorize(env, config.num_envs)
     spaces = (env.observation_space, env.action_space)
-    low, high = action_bounds(env.action_space)
-    center, half_width = 0.5 * (high + low), 0.5 * (high - low)
+    low, _ = action_bounds(env.action_space)
     if config.num_updates % config.policy_delay:
         raise ValueError(
             f"algo.num_updates ({config.num_updates}) must be a multiple of algo.policy_delay ({config.policy_delay}); "
             "as many algo.num_envs as num_updates make it one critic step for each environment step"
         )
-    actor = feed_forward(spaces[0], low.size, "mlp", config.hidden, config.activation)
-    critics = continuous_critics(*spaces, config.hidden, config.activation, num=2)
+    actor, critics, policy, critic_loss = networks(config, *spaces)
     optimizer = optax.scale_by_adam(eps=config.adam_eps)
     env_steps = config.num_envs * config.num_steps
     random_steps = fill_steps(config.buffer_size, config.learning_starts, config.num_envs)
@@ -98,21 +125,6 @@ def make(config: Config, env: Environment) -> Agent:
             world=filled.world,
             buffer=filled.buffer,
         )
-
-    def policy(params: Any, observation: Any, noise: Array | float = 0.0) -> Array:
-        """The action, with noise in half widths of its range, ``[M, D]``."""
-        unit = jnp.tanh(actor.apply(params, observation)) + noise
-        return jnp.clip(center + half_width * unit, low, high)
-
-    def critic_loss(params: Any, target_params: Any, batch: replay.Batch, noise: Array) -> tuple[Array, dict[str, Array]]:
-        """``sum over i of 1/2 (Q_i(s, a) - y)^2`` with ``y = r + gamma min Q_target(s', pi_target(s') + clipped noise)``."""
-        noise = jnp.clip(config.target_noise * noise, -config.target_noise_clip, config.target_noise_clip)
-        action = policy(target_params["actor"], batch.next_observation, noise)
-        value = critics.apply(target_params["critics"], batch.next_observation, action).min(0)
-        target = replay.targets(batch, value)
-        q = critics.apply(params, batch.start.observation, batch.start.action)
-        losses = 0.5 * jnp.square(q - target).sum(0)
-        return losses.mean(), {"loss/critic": losses.mean(), "q": q.mean()}
 
     def policy_loss(params: Any, critic_params: Any, batch: replay.Batch) -> Array:
         """``-Q_1(s, pi(s))``."""

@@ -2,6 +2,7 @@
 
 from rljax.experiment.checkpoint import SaveError
 from rljax.experiment.config import Experiment, InputError, load, parse_overrides
+from rljax.experiment.data import Recording, read, together, write
 from rljax.experiment.evaluation import Evaluation, evaluate_agent
 from rljax.experiment.redteam import RedTeam, red_team
 from rljax.experiment.report import summary_text, write_report
@@ -12,6 +13,7 @@ from rljax.experiment.run import (
     load_run,
     load_states,
     plan,
+    record,
     replay,
     result,
     resume,
@@ -25,6 +27,7 @@ __all__ = [
     "Evaluation",
     "Experiment",
     "InputError",
+    "Recording",
     "RedTeam",
     "Result",
     "SaveError",
@@ -36,6 +39,8 @@ __all__ = [
     "load_states",
     "parse_overrides",
     "plan",
+    "read",
+    "record",
     "red_team",
     "replay",
     "result",
@@ -43,7 +48,9 @@ __all__ = [
     "run",
     "sample_answers",
     "summary_text",
+    "together",
     "trace",
     "train",
+    "write",
     "write_report",
 ]

@@ -53,6 +53,10 @@ class Experiment:
     eval_max_steps: int = static(100_000, "an evaluation episode that is still going then counts as unfinished", low=1)
     eval_seed: int = static(0, "fixes the evaluation episodes, the same for all lanes and evaluations", low=0, high=2**32 - 1)
     checkpoint_seconds: float = static(60.0, "least time between two checkpoints; 0: one after every chunk", low=0)
+    data: tuple[str, ...] = static(
+        (), "recorded data sets that an offline agent learns from, one after the other: .npz, HDF5 or minari:NAME"
+    )
+    data_digest: tuple[str, ...] = static((), "of what each of them held when the config was read; filled in")
     name: str = static("", "of the run directory; the file's name by default")
     out: str = static("runs", "where run directories are made")
     start_from: "Experiment | None" = None
@@ -81,10 +85,12 @@ class Experiment:
 
     @property
     def hash(self) -> str:
-        """Twelve hex digits of what decides the result: all of the config but ``name``, ``out`` and ``checkpoint_seconds``."""
+        """Twelve hex digits of what decides the result: all of the config but ``name``, ``out``, ``checkpoint_seconds``, and the
+        places of data sets, of which the contents count."""
 
         def decisive(data: dict[str, Any]) -> dict[str, Any]:
-            kept = {k: v for k, v in data.items() if k not in ("name", "out", "checkpoint_seconds")}
+            aside = {"name", "out", "checkpoint_seconds", "data"} | ({"data_digest"} if not data["data"] else set())
+            kept = {k: v for k, v in data.items() if k not in aside}
             return {k: decisive(v) if k in SOURCES else v for k, v in kept.items()}
 
         data = decisive(self.to_dict())
@@ -376,6 +382,15 @@ def _resolve(entries: dict[str, tuple[Any, str]], name: str) -> Experiment:
         if settings["anneal_steps"] is None:
             settings["anneal_steps"] = float(values["total_steps"])
     top_values = {key: value for key, value in values.items() if key in top}
+    if top_values.get("data"):
+        files = _places(top_values["data"], entries["data"][1])
+        found = tuple(map(digest, files))
+        for file, old, new in zip(files, top_values.get("data_digest") or found, found, strict=False):
+            if old != new:
+                raise InputError(f"data: {file} has changed: it was {old}, and is {new}; the run learnt from the old one")
+        top_values |= {"data": files, "data_digest": found}
+    elif top_values.get("data_digest"):
+        raise InputError(f"{entries['data_digest'][1]}: data_digest is filled in by rljax; set data alone")
     try:
         if sections["model"] or any(key.startswith("model.") for key in sections["sweep"]):
             settings["model"] = Transformer(**_with_sizes(sections["model"]))
@@ -453,6 +468,33 @@ def _beside(source: Experiment, experiment: Experiment) -> Experiment:
     """``source``, and what it needs itself, on the seeds and in the place of ``experiment``."""
     own = {key: _beside(inner, experiment) for key in SOURCES if (inner := getattr(source, key)) is not None}
     return dataclasses.replace(source, seeds=experiment.seeds, out=experiment.out, **own)
+
+
+def _places(names: tuple[str, ...], origin: str) -> tuple[str, ...]:
+    """Data sets as absolute paths: those of a file are relative to it."""
+    folder = Path() if origin == "override" else Path(origin).parent
+    return tuple(name if name.startswith("minari:") else str((folder / name).absolute()) for name in names)
+
+
+def digest(name: str) -> str:
+    """Twelve hex digits of what a data set holds.
+
+    Raises:
+      InputError: no such file.
+    """
+    if name.startswith("minari:"):
+        return name  # names of Minari have a version
+    path = Path(name)
+    if not path.is_file():
+        raise InputError(f"data: there is no file {path}; `rljax record` makes one from a run")
+    found = path.stat()
+    return _digest(name, found.st_mtime_ns, found.st_size)
+
+
+@functools.cache
+def _digest(name: str, changed: int, size: int) -> str:
+    """Read once for as long as it does not change."""
+    return hashlib.sha256(Path(name).read_bytes()).hexdigest()[:12]
 
 
 def _top_fields() -> dict[str, dataclasses.Field[Any]]:

@@ -16,6 +16,7 @@ from rljax.agents import Agent, make_agent, reward_model
 from rljax.envs import Environment, Tokens, make_env
 from rljax.envs.wrappers import LearnedReward, as_evaluated
 from rljax.experiment.config import Experiment, InputError
+from rljax.experiment.data import load_data
 from rljax.experiment.evaluation import Evaluation, evaluate_agent, random_agent
 from rljax.experiment.traces import Transcript, transcribe
 from rljax.networks.reward import RewardModel
@@ -39,7 +40,8 @@ class Program:
       env_steps: environment steps per seed of one update.
       init_steps: environment steps per seed of ``init``.
       data: what all lanes share, one copy on each device: ``{"base": parameters}`` of a pretrained model whose adapters are
-        trained, else None.
+        trained, ``{"dataset": Dataset}`` of an offline agent, else None.
+      about: what is known of the data set: see `Recording`.
       init: ``(lanes, data) -> states``, jitted.
       init_from: ``(lanes, params, data) -> states``, jitted: from parameters that were trained before, ``[lanes, ...]``.
       chunk: ``(lanes, states, data) -> (states, {metric: (sum, count)}, finite)``, jitted; donates the states.
@@ -59,6 +61,7 @@ class Program:
     env_steps: int
     init_steps: int
     data: Any
+    about: dict[str, Any]
     init: Any
     init_from: Any
     chunk: Any
@@ -171,6 +174,13 @@ def build(
     mesh = Mesh(np.asarray(devices), (AXIS,))
     example = jax.tree.map(lambda x: x[0], lanes)
     agent = _checked(lambda: _agent(bind, example))
+    if agent.learns_from == "data" and not experiment.data:
+        raise InputError(f'algo.name {experiment.algo_name} learns from recorded data: set data, as in data = ["medium.npz"]')
+    if experiment.data and agent.learns_from != "data":
+        raise InputError(
+            f"data: algo.name {experiment.algo_name} learns from {agent.learns_from}, not from recorded data; leave it out"
+        )
+    dataset, about = load_data(experiment.data, first_environment(experiment)) if experiment.data else (None, {})
     swept = [key for key in experiment.sweep if key.startswith("algo.")]
     if swept:  # what an agent checks of its options it can only see where they are numbers
         for algo in {tuple((key[5:], row[key]) for key in swept) for row in experiment.lanes()}:
@@ -202,6 +212,7 @@ def build(
         env_steps=agent.env_steps,
         init_steps=agent.init_steps,
         data=None,
+        about=about,
         init=_lift(init, mesh, how),
         init_from=_lift(init_from, mesh, how),
         chunk=_lift(chunk, mesh, how, donate_argnums=(1,)),
@@ -210,7 +221,8 @@ def build(
         bind=bind,
         traces=traces,
     )
-    return dataclasses.replace(program, lanes=program.pad(lanes))
+    data = None if dataset is None else program.share({"dataset": dataset})
+    return dataclasses.replace(program, lanes=program.pad(lanes), data=data)
 
 
 def judge(experiment: Experiment, space: Any) -> RewardModel:

@@ -6,6 +6,7 @@ the seed: every mean, interval and range is over seeds, each of which is already
 """
 
 import base64
+import functools
 import io
 import json
 import math
@@ -21,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rljax.experiment.health import sentence
-from rljax.experiment.statistics import bootstrap_interval, bootstrap_intervals, iqm
+from rljax.experiment.statistics import bootstrap_interval, bootstrap_intervals, iqm, normalized_score
 
 EVALUATION, TRAINING = "eval/return", "episode/return"
 ENOUGH_SEEDS = 5
@@ -165,7 +166,7 @@ def _summarize(run: Run) -> dict[str, Any]:
         for label, values, lanes in _settings(info)
     ]
     scored = [setting for setting in settings if setting["iqm"] is not None]
-    kept = ("steps_asked", "steps_done", "wall_seconds", "compile_seconds", "steps_per_second", "command", "random")
+    kept = ("steps_asked", "steps_done", "wall_seconds", "compile_seconds", "steps_per_second", "command", "random", "data")
     return {
         **{key: info.get(key) for key in ("name", "config_hash", "env", "agent", "status")},
         "metric": metric,
@@ -247,6 +248,23 @@ def _random_line(random: dict | None, settings: Sequence[dict]) -> str:
     return f"{number(random['return'])}{spread} over {_count(random.get('episodes'))} episodes"
 
 
+def _normalized(data: dict, settings: Sequence[dict]) -> list[tuple[str, str]]:
+    """Scores on the scale of a data set's anchors, or why there are none; nothing where a run had no data set."""
+    if not data:
+        return []
+    try:
+        scale = functools.partial(normalized_score, about=data, name="the data set")
+        parts = []
+        for setting in settings:
+            where = f"{setting['label']}: " if len(settings) > 1 else ""
+            if setting["iqm"] is not None:
+                bounds = "" if setting["low"] is None else f" [{scale(setting['low']):.1f}, {scale(setting['high']):.1f}]"
+                parts.append(f"{where}{scale(setting['iqm']):.1f}{bounds}")
+        return [("normalised", f"{'; '.join(parts)}, where 0 is random and 100 the expert of the data")] if parts else []
+    except ValueError as error:
+        return [("normalised", f"not stated: {error}")]
+
+
 def _facts(summary: dict) -> list[tuple[str, str]]:
     """(name, sentence) pairs that belong under the table of results, on the terminal and on the page."""
     settings = summary["settings"]
@@ -258,6 +276,7 @@ def _facts(summary: dict) -> list[tuple[str, str]]:
         facts.append(("best", text))
     facts += [("note", summary["note"])] if summary["note"] else []
     facts.append(("random", _random_line(summary["random"], settings)))
+    facts += _normalized(summary["data"] or {}, settings)
     for setting in settings:
         where = f" ({setting['label']})" if len(settings) > 1 else ""
         for lost in setting["failed"]:

@@ -26,8 +26,9 @@ from jax import Array
 
 from rljax.agents import Agent, make_agent
 from rljax.agents.base import agent_module, whole
-from rljax.envs import Box, make_env, space_text
-from rljax.experiment import health, report, traces
+from rljax.envs import Box, Discrete, make_env, space_text
+from rljax.envs.wrappers import as_evaluated
+from rljax.experiment import data, health, report, traces
 from rljax.experiment.checkpoint import Checkpoints, SaveError
 from rljax.experiment.config import Experiment, InputError, elsewhere, load
 from rljax.experiment.evaluation import Evaluation
@@ -239,11 +240,11 @@ def _difference(here: Any, there: Any) -> str | None:
     return None
 
 
-def _begin(program: Program, params: Any) -> Any:
+def _begin(program: Program, params: Any, data: Any) -> Any:
     """The first states, from parameters ``[lanes, ...]`` that were trained before, if any."""
     if params is None:
-        return program.init(program.lanes, program.data)
-    return program.init_from(program.lanes, program.pad(params), program.data)
+        return program.init(program.lanes, data)
+    return program.init_from(program.lanes, program.pad(params), data)
 
 
 def _train(
@@ -275,7 +276,7 @@ def _train(
     chunk_program = program.chunk.lower(program.lanes, abstract, program.data).compile()
     evaluate_program = program.evaluate.lower(program.lanes, abstract, program.data).compile()
     if restored is None:
-        done, states = 0, _begin(program, pretrained if params is None else params)
+        done, states = 0, _begin(program, pretrained if params is None else params, program.data)
     else:
         done, states, notes = restored
         states = program.pad(states)
@@ -297,6 +298,7 @@ def _train(
         "lanes": experiment.lanes(),
         "random": baseline,
         "files": {str(name): seen for name in experiment.env_params.values() if (seen := _digest(name))},
+        "data": program.about,
         "failed": [],
         "warnings": info.get("warnings", []) if done else [],
         **earlier,
@@ -649,15 +651,63 @@ def train(experiment: Experiment) -> tuple[Any, dict[str, Array], Evaluation]:
         params = _check_params(experiment, _params_of(train(experiment.start_from)[0], experiment.start_from, experiment))
 
     @jax.jit
-    def whole(lanes):
+    def whole(lanes, data):
         def chunk(states, _):
-            states, totals, _ = program.chunk(lanes, states, program.data)
+            states, totals, _ = program.chunk(lanes, states, data)
             return states, jax.tree.map(lambda pair: pair[0] / pair[1], totals, is_leaf=lambda x: isinstance(x, tuple))
 
-        states, metrics = jax.lax.scan(chunk, _begin(program, params), length=program.num_chunks)
-        return states, jax.tree.map(lambda x: x.swapaxes(0, 1), metrics), program.evaluate(lanes, states, program.data)
+        states, metrics = jax.lax.scan(chunk, _begin(program, params, data), length=program.num_chunks)
+        return states, jax.tree.map(lambda x: x.swapaxes(0, 1), metrics), program.evaluate(lanes, states, data)
 
-    return program.unpad(whole(program.lanes))
+    return program.unpad(whole(program.lanes, program.data))
+
+
+def record(
+    path: str | Path,
+    steps: int,
+    *,
+    epsilon: float = 0.0,
+    lane: int = 0,
+    expert: str | Path | None = None,
+    seed: int = 0,
+    num_envs: int = 16,
+) -> data.Recording:
+    """Plays the last policy of a run and keeps every step, for offline agents.
+
+    Args:
+      steps: of the environment, rounded up to as many for each of ``num_envs`` copies. The last episode of each is cut there.
+      epsilon: probability of a uniformly random action in its place; 1: the random policy.
+      lane: whose policy.
+      expert: a run whose final return is the upper anchor of normalised scores; the random policy's is the lower one.
+      seed: of the episodes.
+
+    Raises:
+      InputError: no such lane, a probability outside of 0 to 1, no run, a language model, or an environment whose spaces are no
+        single arrays.
+    """
+    experiment = load_run(path)
+    lanes = experiment.lanes()
+    if not 0 <= lane < len(lanes):
+        raise InputError(f"--lane: {path} has lanes 0 to {len(lanes) - 1}, got {lane}")
+    if not 0 <= epsilon <= 1:
+        raise InputError(f"--epsilon must be 0 to 1, got {epsilon}")
+    if steps < 1 or num_envs < 1:
+        raise InputError(f"--steps must be 1 or more, got {steps}")
+    _, states = load_states(path)
+    single = experiment._with({key: lanes[lane][key] for key in experiment.sweep})
+    env = as_evaluated(make_env(single.env, **single.env_params))
+    if not all(isinstance(space, Box | Discrete) for space in (env.observation_space, env.action_space)):
+        raise InputError(f"{path}: data sets are of Box and Discrete spaces, and {single.env} has others")
+    state = jax.tree.map(lambda x: x[lane], states)
+    arrays = data.play(lane_agent(experiment, lane), state, env, jax.random.key(seed), steps, num_envs, epsilon)
+    about = {"env": single.env, "env_params": single.env_params, "source": f"{experiment.name}/{experiment.hash}"}
+    about |= {"epsilon": epsilon, "random_return": result(path, states=()).summary["random"]["return"]}
+    if expert is not None:
+        other = load_run(expert)
+        if other.env != experiment.env:
+            raise InputError(f"--expert: {expert} is of {other.env}, and {path} of {experiment.env}")
+        about["expert_return"] = float(np.nanmean(result(expert, states=()).eval_returns[:, -1]))
+    return data.Recording(arrays, about)
 
 
 def export(path: str | Path, lane: int, target: str | Path) -> Path:

@@ -6,6 +6,7 @@ evaluation episodes. Seeds are what is independent between runs, so seeds are wh
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -104,3 +105,21 @@ def best_of_n(scores: np.ndarray, values: np.ndarray, n: int) -> np.ndarray:
     chance = special.comb(rank, n - 1) / special.comb(size, n)  # that the one of this rank is drawn, and no higher one
     order = np.argsort(scores, axis=-1, kind="stable")
     return (np.take_along_axis(values, order, -1) * chance).sum(-1)
+
+
+def normalized_score(returns: Any, about: dict[str, Any], name: str) -> Any:
+    """``100 (return - random) / (expert - random)`` (Fu et al. 2020, arXiv 2004.07219).
+
+    Raises:
+      ValueError: the data set does not have both anchors.
+    """
+    missing = [key for key in ("random_return", "expert_return") if not isinstance(about.get(key), int | float)]
+    if missing:
+        raise ValueError(
+            f"{name}: has no {missing[0]}, so its scores cannot be normalised, nor compared with those of other data sets; "
+            "`rljax record --expert RUN` keeps both anchors"
+        )
+    low, high = about["random_return"], about["expert_return"]
+    if not high > low:
+        raise ValueError(f"{name}: expert_return ({high:g}) must be above random_return ({low:g})")
+    return 100.0 * (np.asarray(returns) - low) / (high - low)

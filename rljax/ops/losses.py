@@ -240,3 +240,11 @@ def _log1mexp(x: Array) -> Array:
     """``log(1 - exp(x))`` of ``x < 0``, accurate at both ends (Maechler 2012)."""
     near = x > -0.6931472
     return jnp.where(near, jnp.log(-jnp.expm1(jnp.where(near, x, -1.0))), jnp.log1p(-jnp.exp(jnp.where(near, -1.0, x))))
+
+
+def expectile(error: Array, tau: Array | float) -> Array:
+    """``|tau - 1[error < 0]| error^2``, elementwise: least where ``error = target - value`` has the expectile tau of the targets.
+
+    Newey & Powell 1987; Kostrikov et al. 2021, arXiv 2110.06169, eq. 3.
+    """
+    return jnp.abs(tau - (error < 0).astype(error.dtype)) * jnp.square(error)

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 import rljax
-from rljax.agents import AGENTS, a2c, c51, dpo, dqn, grpo, ppo, pqn, reinforce, reward_model, sac, sft, td3
+from rljax.agents import AGENTS, a2c, bc, c51, cql, dpo, dqn, grpo, iql, ppo, pqn, reinforce, reward_model, sac, sft, td3, td3_bc
 from rljax.envs import Box, Discrete, restart
 from rljax.experiment import evaluate_agent
 from rljax.networks import Transformer, actor_critic
+from rljax.ops import replay
+from rljax.ops.dataset import make_dataset
 from tests.agents import probes
 
 # Where compiling is all that costs.
@@ -23,6 +25,7 @@ OFF_POLICY = dict(
     hidden=(32,), learning_rate=5e-3, discount=0.5, num_envs=8, num_steps=16, batch_size=64, buffer_size=1024, learning_starts=64
 )
 Q_LEARNING = dict(anneal_steps=2000.0, exploration_fraction=0.5, target_every=10, **OFF_POLICY)
+OFFLINE = dict(hidden=(8,), batch_size=16, num_updates=4)
 TRANSFORMER = Transformer(layers=1, width=8, heads=2, mlp=16)
 SMALL = {
     "reinforce": reinforce.Config(num_envs=32, num_steps=4, hidden=(32,), learning_rate=1e-2, discount=0.5),
@@ -36,17 +39,22 @@ SMALL = {
     "c51": c51.Config(**Q_LEARNING, value_min=-2.0, value_max=3.0, num_atoms=26),
     "sac": sac.Config(**OFF_POLICY, target_tau=0.05, initial_temperature=0.1),
     "td3": td3.Config(**OFF_POLICY, target_tau=0.05),
+    "bc": bc.Config(best=0.5, **OFFLINE),
+    "iql": iql.Config(**OFFLINE),
+    "cql": cql.Config(**OFFLINE),
+    "td3_bc": td3_bc.Config(**OFFLINE),
     "sft": sft.Config(batch_size=8, model=TRANSFORMER),
     "grpo of tokens": grpo.Config(num_groups=4, group_size=4, num_minibatches=2, kl_coef=0.1, model=TRANSFORMER),
     "ppo of tokens": ppo.Config(num_envs=8, num_minibatches=2, num_epochs=2, kl_coef=0.1, model=TRANSFORMER),
     "dpo": dpo.Config(num_pairs=32, batch_size=8, answers=4, model=TRANSFORMER),
     "reward_model": reward_model.Config(num_pairs=32, num_heldout=8, batch_size=8, answers=4, ensemble=2, model=TRANSFORMER),
 }
+RECORDED = ("bc", "iql", "cql", "td3_bc")
 TOKENS = ("sft", "grpo of tokens", "ppo of tokens", "dpo", "reward_model")
 EVERY = tuple(SMALL)
 UPDATES = {"reinforce": 100, "a2c": 150, "grpo": 150, "pqn": 150}  # calls of step; the others get 60
 VALUE_BASED = ("a2c", "ppo", "pqn", "dqn", "c51", "sac")
-DISCRETE = tuple(name for name in SMALL if name not in ("td3", *TOKENS))
+DISCRETE = tuple(name for name in SMALL if name not in ("td3", *RECORDED, *TOKENS))
 MASKS = DISCRETE
 CONTINUOUS = ("reinforce", "a2c", "ppo", "grpo", "sac", "td3")
 
@@ -149,8 +157,33 @@ def env_of(name):
     """Short episodes, so that a few updates see resets and truncations."""
     if name in TOKENS:
         return rljax.make_env("tokens/multiplication", digits=1, truncated_counts=True, called=1.0)
-    env = "Pendulum-v1" if name in ("td3", "grpo") else "CartPole-v1"  # in CartPole all members of a group earn the same so soon
+    env = (
+        "Pendulum-v1" if name in ("td3", "td3_bc", "grpo") else "CartPole-v1"
+    )  # in CartPole all members of a group earn the same so soon
     return rljax.make_env(env, max_steps_in_episode=7)
+
+
+@functools.cache
+def data_of(name):
+    """What an offline agent learns from: a few random steps, in episodes of seven; else None."""
+    if name not in RECORDED:
+        return None
+    env, rng = env_of(name), np.random.default_rng(0)
+    size = (70, *env.observation_space.shape)
+    observation = rng.standard_normal(size, np.float32)
+    action = np.asarray(jax.vmap(env.action_space.sample)(jax.random.split(jax.random.key(0), 70)))
+    ends = np.arange(70) % 7 == 6
+    steps = replay.Transition(
+        observation=observation,
+        action_mask=None,
+        action=action,
+        reward=rng.standard_normal(70).astype(np.float32),
+        terminated=ends & (np.arange(70) % 2 == 0),
+        truncated=ends & (np.arange(70) % 2 == 1),
+        next_observation=rng.standard_normal(size, np.float32),
+        next_action_mask=None,
+    )
+    return {"dataset": make_dataset(steps)}
 
 
 def test_every_agent_is_here():
@@ -179,7 +212,9 @@ def small_config(name):
 def small(name):
     """``(agent, its first state, its compiled step)``, shared by the tests that follow."""
     agent = rljax.make_agent(small_config(name), env_of(name))
-    return agent, quick_jit(agent.init)(jax.random.key(0)), quick_jit(lambda state: agent.step(state)[0])
+    data = data_of(name)
+    step = quick_jit(lambda state, data: agent.step(state, data)[0])
+    return agent, quick_jit(agent.init)(jax.random.key(0), data), functools.partial(step, data=data)
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -199,8 +234,8 @@ def test_resume_is_bit_for_bit(name):
 def test_state_types_are_stable(name):
     """A state that changed its type would be compiled again, and could not be a scan's carry."""
     agent, _, _ = small(name)
-    before = jax.eval_shape(agent.init, jax.random.key(0))
-    after = jax.eval_shape(lambda s: agent.step(s)[0], before)
+    before = jax.eval_shape(agent.init, jax.random.key(0), data_of(name))
+    after = jax.eval_shape(lambda s, data: agent.step(s, data)[0], before, data_of(name))
     assert jax.tree.structure(before) == jax.tree.structure(after)
     for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
         assert (a.shape, a.dtype, a.weak_type) == (b.shape, b.dtype, b.weak_type)
@@ -224,12 +259,15 @@ def test_traced_hyper_parameters_are_swept_by_vmap(name):
     values = {field: getattr(own, field) for field in fields}
     values = {field: value for field, value in values.items() if value is not None}
 
-    def final(factor):
+    data = data_of(name)
+
+    def final(factor, data):
         config = dataclasses.replace(own, **{field: value * factor for field, value in values.items()})
         agent = rljax.make_agent(config, env_of(name))
-        return jax.lax.scan(lambda s, _: agent.step(s), agent.init(jax.random.key(0)), length=2)[0].params
+        state = agent.init(jax.random.key(0), data)
+        return jax.lax.scan(lambda s, _: agent.step(s, data), state, length=2)[0].params
 
-    swept = quick_jit(jax.vmap(final))(jnp.array([0.9, 1.0]))
+    swept = quick_jit(jax.vmap(final, (0, None)))(jnp.array([0.9, 1.0]), data)
     _, start, step = small(name)
     solo = step(step(start)).params
     for many, one in zip(jax.tree.leaves(swept), jax.tree.leaves(solo), strict=True):
