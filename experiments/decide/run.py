@@ -168,7 +168,7 @@ def trained_cell(method: str, labels: int) -> dict[str, Any]:
         "longer": scores(evaluate(cell.path, overrides=LONGER)[1].returns),
         "other": scores(evaluate(cell.path, overrides=OTHER)[1].returns),
         "kl": kl_to_start(cell.path, cell.start_from.path),
-        "seconds": finished.summary["train_seconds"] / len(cell.seeds),
+        "seconds": read_run(cell.path).info["train_seconds"] / len(cell.seeds),
     }
 
 
@@ -193,7 +193,7 @@ def best_of_cell(labels: int, start: dict[str, Any]) -> dict[str, Any]:
         **found,
         "other": start["other"],
         "kl": [round(math.log(N) - (N - 1) / N, 4)] * len(cell.seeds),
-        "seconds": read_run(cell.reward_from.path).summary["train_seconds"] / len(cell.seeds),
+        "seconds": read_run(cell.reward_from.path).info["train_seconds"] / len(cell.seeds),
     }
 
 
