@@ -158,12 +158,14 @@ def make(config: Config, env: Environment) -> Agent:
             smoothing = config.smoothing if config.loss in ("sigmoid", "robust") else 0.0
             value = losses.dpo_loss(gain - pain, config.beta, config.loss, smoothing)  # type: ignore[arg-type]
 
+        # What the loss takes for a reward: the log-ratio to the reference, or without one the mean log-probability of a word.
+        better, worse = (chosen / sizes[0], rejected / sizes[1]) if config.loss in ("orpo", "simpo") else (gain, pain)
         metrics = {
             "loss/preference": total(value),
-            "implicit_reward/chosen": total(config.beta * gain),
-            "implicit_reward/rejected": total(config.beta * pain),
-            "implicit_reward/margin": total(config.beta * (gain - pain)),
-            "implicit_reward/accuracy": total((gain > pain).astype(jnp.float32)),
+            "implicit_reward/chosen": total(config.beta * better),
+            "implicit_reward/rejected": total(config.beta * worse),
+            "implicit_reward/margin": total(config.beta * (better - worse)),
+            "implicit_reward/accuracy": total((better > worse).astype(jnp.float32)),
             "log_prob/chosen": total(chosen),
             "log_prob/rejected": total(rejected),
             "entropy": losses.masked_mean(entropy, together.mask.T),

@@ -119,8 +119,9 @@ def test_losses_by_hand(loss, monkeypatch):
     total, count = metrics["loss/preference"]
     assert int(count) == 3
     assert float(total) == pytest.approx(float(value[:3].sum()), rel=1e-4)
-    assert float(metrics["implicit_reward/margin"][0]) == pytest.approx(0.7 * float((gain - pain)[:3].sum()), rel=1e-4)
-    assert int(metrics["implicit_reward/accuracy"][0]) == int((gain > pain)[:3].sum())
+    better, worse = mean if loss in ("orpo", "simpo") else (gain, pain)
+    assert float(metrics["implicit_reward/margin"][0]) == pytest.approx(0.7 * float((better - worse)[:3].sum()), rel=1e-4)
+    assert int(metrics["implicit_reward/accuracy"][0]) == int((better > worse)[:3].sum())
 
 
 IN_CI = ("sigmoid", "kto", "simpo")
