@@ -12,7 +12,7 @@ from flax import struct
 from jax import Array
 
 from rljax.agents.base import Agent
-from rljax.agents.offline import as_seen, data_of, distribution, learn, stats_of
+from rljax.agents.offline import as_seen, data_of, distribution, example, learn, stats_of
 from rljax.agents.on_policy import acting
 from rljax.envs import Environment
 from rljax.networks import actor_critic
@@ -66,7 +66,7 @@ def make(config: Config, env: Environment) -> Agent:
     def init(key: Array, data: Any = None) -> TrainState:
         key, env_key, params_key = jax.random.split(key, 3)
         stats = stats_of(data, env, config.normalize_observations)
-        params = policy.init(params_key, jax.vmap(env.reset)(env_key[None])[1])
+        params = policy.init(params_key, example(env, env_key)[0])
         among = dataset.among_best(data_of(data), config.best)
         return TrainState(params, optimizer.init(params), key, among, stats)
 

@@ -16,7 +16,7 @@ from jax import Array
 from jax.flatten_util import ravel_pytree
 
 from rljax.agents.base import Agent
-from rljax.agents.offline import learn, stats_of, view
+from rljax.agents.offline import example, learn, stats_of, view
 from rljax.agents.sac import actions_of, objective
 from rljax.envs import Discrete, Environment, TimeStep
 from rljax.networks.torsos import ACTIVATIONS
@@ -78,8 +78,8 @@ def make(config: Config, env: Environment) -> Agent:
     def init(key: Array, data: Any = None) -> TrainState:
         key, env_key, actor_key, critics_key = jax.random.split(key, 4)
         stats = stats_of(data, env, config.normalize_observations)
-        observation = jax.vmap(env.reset)(env_key[None])[1].observation
-        action = env.action_space.sample(env_key)[None]
+        timestep, action = example(env, env_key)
+        observation = timestep.observation
         params = {
             "actor": actions.actor.init(actor_key, observation),
             "critics": actions.critics.init(critics_key, *actions.inputs(observation, action)),

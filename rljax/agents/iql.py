@@ -14,7 +14,7 @@ from jax import Array
 from jax.flatten_util import ravel_pytree
 
 from rljax.agents.base import Agent
-from rljax.agents.offline import as_seen, distribution, learn, stats_of
+from rljax.agents.offline import as_seen, distribution, example, learn, stats_of
 from rljax.agents.on_policy import acting
 from rljax.agents.sac import actions_of
 from rljax.envs import Environment
@@ -77,9 +77,8 @@ def make(config: Config, env: Environment) -> Agent:
     def init(key: Array, data: Any = None) -> TrainState:
         key, env_key, policy_key, critics_key, value_key = jax.random.split(key, 5)
         stats = stats_of(data, env, config.normalize_observations)
-        timestep = jax.vmap(env.reset)(env_key[None])[1]
+        timestep, action = example(env, env_key)
         params = policy.init(policy_key, timestep)
-        action = env.action_space.sample(env_key)[None]
         critics = actions.critics.init(critics_key, *actions.inputs(timestep.observation, action))
         values = {"critics": critics, "value": value.init(value_key, timestep.observation)}
         opt_state = optimizer.init(ravel_pytree((params, values))[0])

@@ -38,6 +38,12 @@ def stats_of(data: Any, env: Environment, normalize: bool) -> normalization.Runn
     return jax.tree.map(jnp.asarray, found)
 
 
+def example(env: Environment, key: Array) -> tuple[TimeStep, Array]:
+    """A first time step and an action, ``[1, ...]``, to make networks for."""
+    reset_key, action_key = jax.random.split(key)
+    return jax.vmap(env.reset)(reset_key[None])[1], env.action_space.sample(action_key)[None]
+
+
 def view(stats: normalization.RunningStats, observation: Any) -> Any:
     """An observation as the networks see it; that of no statistics as it is."""
     if not jnp.issubdtype(observation.dtype, jnp.floating):

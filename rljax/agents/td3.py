@@ -4,6 +4,7 @@ A deterministic policy with Gaussian exploration; two critics, of which targets 
 one policy step for every ``policy_delay`` critic steps.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -92,6 +93,13 @@ def networks(config: Any, observation_space: Space, action_space: Space) -> tupl
     return actor, critics, policy, critic_loss
 
 
+def adam_step(config: Any, params: Any, gradient: Any, opt_state: Any) -> tuple[Any, Any]:
+    """``(params, opt_state)`` after a step of Adam on parameters as one flat vector."""
+    flat, unravel = ravel_pytree(params)
+    direction, opt_state = optax.scale_by_adam(eps=config.adam_eps).update(ravel_pytree(gradient)[0], opt_state)
+    return unravel(flat - config.learning_rate * jnp.asarray(direction)), opt_state
+
+
 def make(config: Config, env: Environment) -> Agent:
     """TD3 on ``config.num_envs`` copies of ``env``.
 
@@ -130,10 +138,7 @@ def make(config: Config, env: Environment) -> Agent:
         """``-Q_1(s, pi(s))``."""
         return -critics.apply(critic_params, batch.start.observation, policy(params, batch.start.observation))[0].mean()
 
-    def descend(params: Any, gradient: Any, opt_state: Any) -> tuple[Any, Any]:
-        flat, unravel = ravel_pytree(params)
-        direction, opt_state = optimizer.update(ravel_pytree(gradient)[0], opt_state)
-        return unravel(flat - config.learning_rate * jnp.asarray(direction)), opt_state
+    descend = functools.partial(adam_step, config)
 
     def step(state: TrainState, data: None = None) -> tuple[TrainState, dict[str, Any]]:
         key, loop_key = jax.random.split(state.key)

@@ -3,6 +3,7 @@
 The policy maximises ``lambda Q_1(s, pi(s)) - (pi(s) - a)^2`` with ``lambda = alpha / mean |Q_1|`` (eqs. 3 to 5).
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -13,8 +14,8 @@ from jax import Array
 from jax.flatten_util import ravel_pytree
 
 from rljax.agents.base import Agent
-from rljax.agents.offline import learn, stats_of, view
-from rljax.agents.td3 import networks
+from rljax.agents.offline import example, learn, stats_of, view
+from rljax.agents.td3 import adam_step, networks
 from rljax.envs import Environment, TimeStep
 from rljax.networks.torsos import ACTIVATIONS
 from rljax.networks.values import action_bounds
@@ -47,7 +48,6 @@ class TrainState(struct.PyTreeNode):
       target_params: the same of the target networks.
       opt_states: Adam's moments of each of the two, as flat vectors.
       key: typed PRNG key, advanced at every step.
-      updates: int32 ``[]``, critic steps so far.
       observation_stats: of the data.
     """
 
@@ -55,7 +55,6 @@ class TrainState(struct.PyTreeNode):
     target_params: Any
     opt_states: Any
     key: Array
-    updates: Array
     observation_stats: normalization.RunningStats
 
 
@@ -77,11 +76,11 @@ def make(config: Config, env: Environment) -> Agent:
     def init(key: Array, data: Any = None) -> TrainState:
         key, env_key, actor_key, critics_key = jax.random.split(key, 4)
         stats = stats_of(data, env, config.normalize_observations)
-        observation = jax.vmap(env.reset)(env_key[None])[1].observation
-        action = env.action_space.sample(env_key)[None]
+        timestep, action = example(env, env_key)
+        observation = timestep.observation
         params = {"actor": actor.init(actor_key, observation), "critics": critics.init(critics_key, observation, action)}
         opt_states = {name: optimizer.init(ravel_pytree(part)[0]) for name, part in params.items()}
-        return TrainState(params, params, opt_states, key, jnp.zeros((), jnp.int32), stats)
+        return TrainState(params, params, opt_states, key, stats)
 
     def policy_loss(params: Any, critic_params: Any, batch: replay.Batch) -> tuple[Array, dict[str, Array]]:
         """``-lambda Q_1(s, pi(s)) + (pi(s) - a)^2``, of actions scaled to [-1, 1]."""
@@ -91,42 +90,33 @@ def make(config: Config, env: Environment) -> Agent:
         distance = jnp.square((action - batch.start.action) / (0.5 * (high - low))).mean()
         return -weight * q.mean() + distance, {"loss/policy": -weight * q.mean() + distance, "loss/cloning": distance}
 
-    def descend(params: Any, gradient: Any, opt_state: Any) -> tuple[Any, Any]:
-        flat, unravel = ravel_pytree(params)
-        direction, opt_state = optimizer.update(ravel_pytree(gradient)[0], opt_state)
-        return unravel(flat - config.learning_rate * jnp.asarray(direction)), opt_state
+    descend = functools.partial(adam_step, config)
 
     def step(state: TrainState, data: Any = None) -> tuple[TrainState, dict[str, Any]]:
         key, learn_key = jax.random.split(state.key)
 
-        def update(learner: Any, batch: replay.Batch, key: Array) -> Any:
-            params, target_params, opt_states, updates = learner
-            noise = jax.random.normal(key, batch.start.action.shape)
+        def critic_step(learner: Any, draw: tuple[replay.Batch, Array]) -> Any:
+            (params, target_params, opt_states), (batch, noise) = learner, draw
             gradient, metrics = jax.grad(critic_loss, has_aux=True)(params["critics"], target_params, batch, noise)
             new, opt_state = descend(params["critics"], gradient, opt_states["critics"])
-            params, opt_states = {**params, "critics": new}, {**opt_states, "critics": opt_state}
-            updates = updates + 1
+            return ({**params, "critics": new}, target_params, {**opt_states, "critics": opt_state}), metrics
 
-            def move(learner: Any) -> Any:
-                params, target_params, opt_states = learner
-                gradient, metrics = jax.grad(policy_loss, has_aux=True)(params["actor"], params["critics"], batch)
-                new, opt_state = descend(params["actor"], gradient, opt_states["actor"])
-                params, opt_states = {**params, "actor": new}, {**opt_states, "actor": opt_state}
-                return (params, optax.incremental_update(params, target_params, config.target_tau), opt_states), metrics
+        def update(learner: Any, batch: replay.Batch, key: Array) -> Any:
+            """``policy_delay`` critic steps, each on its part of the batch, and a policy step on the last part."""
+            parts = jax.tree.map(lambda x: x.reshape(config.policy_delay, config.batch_size, *x.shape[1:]), batch)
+            learner, metrics = jax.lax.scan(critic_step, learner, (parts, jax.random.normal(key, parts.start.action.shape)))
+            params, target_params, opt_states = learner
+            last = jax.tree.map(lambda x: x[-1], parts)
+            gradient, more = jax.grad(policy_loss, has_aux=True)(params["actor"], params["critics"], last)
+            new, opt_state = descend(params["actor"], gradient, opt_states["actor"])
+            params, opt_states = {**params, "actor": new}, {**opt_states, "actor": opt_state}
+            target_params = optax.incremental_update(params, target_params, config.target_tau)
+            return (params, target_params, opt_states), {**jax.tree.map(jnp.mean, metrics), **more}
 
-            def stay(learner: Any) -> Any:
-                return learner, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(move, learner)[1])
-
-            is_due = updates % config.policy_delay == 0
-            learner, more = jax.lax.cond(is_due, move, stay, (params, target_params, opt_states))
-            more = {name: x * config.policy_delay for name, x in more.items()}  # the mean is over all steps
-            return (*learner, updates), {**metrics, **more}
-
-        learner = (state.params, state.target_params, state.opt_states, state.updates)
-        sizes = (config.num_updates, config.batch_size)
+        learner = (state.params, state.target_params, state.opt_states)
+        sizes = (config.num_updates // config.policy_delay, config.policy_delay * config.batch_size)
         learner, metrics = learn(update, learner, data, state.observation_stats, learn_key, sizes, config.discount)
-        params, target_params, opt_states, updates = learner
-        return TrainState(params, target_params, opt_states, key, updates, state.observation_stats), metrics
+        return TrainState(*learner, key=key, observation_stats=state.observation_stats), metrics
 
     def start(state: TrainState, timestep: TimeStep, data: Any = None) -> tuple[()]:
         return ()

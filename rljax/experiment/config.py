@@ -487,13 +487,17 @@ def digest(name: str) -> str:
     path = Path(name)
     if not path.is_file():
         raise InputError(f"data: there is no file {path}; `rljax record` makes one from a run")
+    return file_digest(path)
+
+
+def file_digest(path: Path) -> str:
+    """Twelve hex digits of what a file holds; it is read once for as long as it does not change."""
     found = path.stat()
-    return _digest(name, found.st_mtime_ns, found.st_size)
+    return _digest(str(path), found.st_mtime_ns, found.st_size)
 
 
 @functools.cache
 def _digest(name: str, changed: int, size: int) -> str:
-    """Read once for as long as it does not change."""
     return hashlib.sha256(Path(name).read_bytes()).hexdigest()[:12]
 
 

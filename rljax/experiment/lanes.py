@@ -180,7 +180,8 @@ def build(
         raise InputError(
             f"data: algo.name {experiment.algo_name} learns from {agent.learns_from}, not from recorded data; leave it out"
         )
-    dataset, about = load_data(experiment.data, first_environment(experiment)) if experiment.data else (None, {})
+    own_env = first_env if place is experiment else first_environment(experiment)
+    dataset, about = load_data(experiment.data, own_env) if experiment.data else (None, {})
     swept = [key for key in experiment.sweep if key.startswith("algo.")]
     if swept:  # what an agent checks of its options it can only see where they are numbers
         for algo in {tuple((key[5:], row[key]) for key in swept) for row in experiment.lanes()}:

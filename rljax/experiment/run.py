@@ -5,7 +5,6 @@ import dataclasses
 import datetime
 import errno
 import fcntl
-import hashlib
 import json
 import math
 import os
@@ -30,7 +29,7 @@ from rljax.envs import Box, Discrete, make_env, space_text
 from rljax.envs.wrappers import as_evaluated
 from rljax.experiment import data, health, report, traces
 from rljax.experiment.checkpoint import Checkpoints, SaveError
-from rljax.experiment.config import Experiment, InputError, elsewhere, load
+from rljax.experiment.config import Experiment, InputError, elsewhere, file_digest, load
 from rljax.experiment.evaluation import Evaluation
 from rljax.experiment.lanes import Program, build, evaluate_random, first_environment, judge
 from rljax.networks.transformer import merge
@@ -920,7 +919,7 @@ def _digest(name: Any) -> str | None:
     """Of the contents of a file; None where an environment's parameter names none."""
     if not isinstance(name, str) or not name or len(name) > 4096 or not Path(name).is_file():
         return None
-    return hashlib.sha256(Path(name).read_bytes()).hexdigest()[:12]
+    return file_digest(Path(name))
 
 
 def _now() -> str:
