@@ -1,4 +1,5 @@
 import dataclasses
+import datetime
 
 import pytest
 
@@ -160,3 +161,26 @@ def test_linear_schedules_take_the_length_of_the_run():
     e = load_flags("--algo.learning-rate-schedule linear")
     assert e.algo.anneal_steps == 1000.0
     assert load_flags("--algo.anneal-steps 500").algo.anneal_steps == 500.0
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"env": "tokens/addition", "env_params.reverse": "no"}, "env_params.reverse must be true or false, got 'no'"),
+        ({"env": "text", "env_params.preferences": 3}, "env_params.preferences must be text, got 3"),
+        ({"env": "text", "env_params.regex": [5]}, r"env_params.regex must be text, got \[5\]"),
+        (
+            {"env": "text", "env_params.file": datetime.date(2020, 1, 1)},
+            "env_params.file is read as a date, 2020-01-01; put it in quotes",
+        ),
+    ],
+    ids=str,
+)
+def test_parameters_of_an_environment_are_of_the_type_of_their_default(params, message):
+    with pytest.raises(InputError, match=message):
+        load(None, {"total_steps": 10, "algo.name": "sft", **params})
+
+
+def test_a_whole_float_is_a_whole_number_to_an_environment_too():
+    e = load(None, {"env": "tokens/addition", "total_steps": 10, "algo.name": "sft", "env_params.digits": 2.0})
+    assert e.env_params["digits"] == 2 and isinstance(e.env_params["digits"], int)

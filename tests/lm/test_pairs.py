@@ -60,6 +60,8 @@ def test_pairs_become_contexts(tmp_path):
         ({**GOOD, "margin": 1e300}, "margin must be a number from 1e-6 to 1e6, got 1e"),
         ({"chosen": "2", "rejected": "1"}, "must have either prompt or messages"),
         ('{"prompt": "1=", "chosen": ', "not valid JSON: Expecting value, at column 28"),
+        pytest.param("[" * 100_000, "not valid JSON: nested too deeply", id="deep"),
+        pytest.param('{"prompt": "1=", "margin": ' + "9" * 5000 + "}", "not valid JSON: Exceeds the limit", id="long number"),
         ("[1]", "must be an object with prompt or messages, chosen and rejected, got [1]"),
         ({**GOOD, "rejected": [{"role": "user", "content": "3"}]}, "rejected must be text, or a list of one message"),
     ],

@@ -289,6 +289,21 @@ def test_sums_of_fewer_digits_are_drawn_too():
             Addition(3, min_digits=low)
 
 
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: Addition(forget_carry=1.5), "forget_carry"),
+        (lambda: RunningSum(forget_sum=-0.5), "forget_sum"),
+        (lambda: Multiplication(tool_share=3.0), "tool_share"),
+        (lambda: tasks.addition_and_reversing(share=1.5), "share"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_shares_are_0_to_1(make, name):
+    with pytest.raises(ValueError, match=rf"env_params\.{name} must be 0 to 1"):
+        make()
+
+
 # Mixtures
 
 
