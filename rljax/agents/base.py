@@ -13,7 +13,7 @@ from rljax.networks.transformer import join
 
 NAMES = (
     *("reinforce", "a2c", "ppo", "grpo", "pqn", "dqn", "c51", "sac", "td3"),
-    *("bc", "iql", "cql", "td3_bc"),
+    *("bc", "iql", "cql", "td3_bc", "decision_transformer"),
     *("sft", "dpo", "reward_model"),
 )
 AGENTS = {name: f"rljax.agents.{name}" for name in NAMES}

@@ -12,7 +12,7 @@ from flax import struct
 from jax import Array
 
 from rljax.agents.base import Agent
-from rljax.agents.offline import as_seen, data_of, distribution, example, learn, stats_of
+from rljax.agents.offline import as_seen, data_of, distribution, example, learn, single_steps, stats_of
 from rljax.agents.on_policy import acting
 from rljax.envs import Environment
 from rljax.networks import actor_critic
@@ -88,7 +88,8 @@ def make(config: Config, env: Environment) -> Agent:
 
         learner = (state.params, state.opt_state)
         sizes = (config.num_updates, config.batch_size)
-        learner, metrics = learn(update, learner, data, state.observation_stats, learn_key, sizes, among=state.among)
+        draw = single_steps(data, state.observation_stats, among=state.among)
+        learner, metrics = learn(update, learner, draw, learn_key, sizes)
         params, opt_state = learner
         return state.replace(params=params, opt_state=opt_state, key=key), metrics
 

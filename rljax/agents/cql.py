@@ -16,7 +16,7 @@ from jax import Array
 from jax.flatten_util import ravel_pytree
 
 from rljax.agents.base import Agent
-from rljax.agents.offline import example, learn, stats_of, view
+from rljax.agents.offline import example, learn, single_steps, stats_of, view
 from rljax.agents.sac import actions_of, objective
 from rljax.envs import Discrete, Environment, TimeStep
 from rljax.networks.torsos import ACTIVATIONS
@@ -134,7 +134,8 @@ def make(config: Config, env: Environment) -> Agent:
 
         learner = (flat, state.target_critics, state.opt_state)
         sizes = (config.num_updates, config.batch_size)
-        learner, metrics = learn(update, learner, data, state.observation_stats, learn_key, sizes, config.discount)
+        draw = single_steps(data, state.observation_stats, config.discount)
+        learner, metrics = learn(update, learner, draw, learn_key, sizes)
         flat, target_critics, opt_state = learner
         return TrainState(unravel(flat), target_critics, opt_state, key, state.observation_stats), metrics
 

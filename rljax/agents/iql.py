@@ -14,7 +14,7 @@ from jax import Array
 from jax.flatten_util import ravel_pytree
 
 from rljax.agents.base import Agent
-from rljax.agents.offline import as_seen, distribution, example, learn, stats_of
+from rljax.agents.offline import as_seen, distribution, example, learn, single_steps, stats_of
 from rljax.agents.on_policy import acting
 from rljax.agents.sac import actions_of
 from rljax.envs import Environment
@@ -130,7 +130,8 @@ def make(config: Config, env: Environment) -> Agent:
 
         learner = (trained, state.target_critics, state.opt_state)
         sizes = (config.num_updates, config.batch_size)
-        learner, metrics = learn(update, learner, data, state.observation_stats, learn_key, sizes, config.discount)
+        draw = single_steps(data, state.observation_stats, config.discount)
+        learner, metrics = learn(update, learner, draw, learn_key, sizes)
         trained, target_critics, opt_state = learner
         params, values = unravel(trained)
         return TrainState(params, values, target_critics, opt_state, key, state.observation_stats), metrics

@@ -62,33 +62,36 @@ def distribution(policy: Policy, params: Any, observation: Any, mask: Array | No
     return policy.step(params, (), timestep)[1].distribution
 
 
+def single_steps(
+    data: Any, stats: normalization.RunningStats, discount: Array | float = 1.0, among: Array | None = None
+) -> Callable[[Array], replay.Batch]:
+    """How `learn` draws batches of single steps, observations as the networks see them; ``discount``, ``among`` as in
+    `dataset.sample`."""
+
+    def draw(uniforms: Array) -> replay.Batch:
+        batch = dataset.sample(data_of(data), uniforms, discount, among)
+        start = batch.start.replace(observation=view(stats, batch.start.observation))
+        return batch.replace(start=start, next_observation=view(stats, batch.next_observation))
+
+    return draw
+
+
 def learn(
-    update: Callable[[Any, replay.Batch, Array], tuple[Any, dict[str, Array]]],
+    update: Callable[[Any, Any, Array], tuple[Any, dict[str, Array]]],
     learner: Any,
-    data: Any,
-    stats: normalization.RunningStats,
+    draw: Callable[[Array], Any],
     key: Array,
     sizes: tuple[int, int],
-    discount: Array | float = 1.0,
-    among: Array | None = None,
 ) -> tuple[Any, dict[str, Array]]:
     """Gradient steps, each on a fresh batch: ``(learner, metrics averaged over them)``.
 
     Args:
       update: ``(learner, batch, key) -> (learner, metrics)``.
-      sizes: how many, and of how many steps each.
-      discount, among: see `dataset.sample`.
+      draw: ``(uniforms [M]) -> batch``.
+      sizes: how many steps, and M.
     """
     number, size = sizes
     uniform_key, noise_key = jax.random.split(key)
     draws = (jax.random.uniform(uniform_key, (number, size)), jax.random.split(noise_key, number))
-
-    def one(learner: Any, draw: tuple[Array, Array]) -> tuple[Any, dict[str, Array]]:
-        uniforms, key = draw
-        batch = dataset.sample(data_of(data), uniforms, discount, among)
-        start = batch.start.replace(observation=view(stats, batch.start.observation))
-        seen = batch.replace(start=start, next_observation=view(stats, batch.next_observation))
-        return update(learner, seen, key)
-
-    learner, metrics = jax.lax.scan(one, learner, draws)
+    learner, metrics = jax.lax.scan(lambda learner, x: update(learner, draw(x[0]), x[1]), learner, draws)
     return learner, jax.tree.map(jnp.mean, metrics)

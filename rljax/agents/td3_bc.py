@@ -14,7 +14,7 @@ from jax import Array
 from jax.flatten_util import ravel_pytree
 
 from rljax.agents.base import Agent
-from rljax.agents.offline import example, learn, stats_of, view
+from rljax.agents.offline import example, learn, single_steps, stats_of, view
 from rljax.agents.td3 import adam_step, networks
 from rljax.envs import Environment, TimeStep
 from rljax.networks.torsos import ACTIVATIONS
@@ -115,7 +115,8 @@ def make(config: Config, env: Environment) -> Agent:
 
         learner = (state.params, state.target_params, state.opt_states)
         sizes = (config.num_updates // config.policy_delay, config.policy_delay * config.batch_size)
-        learner, metrics = learn(update, learner, data, state.observation_stats, learn_key, sizes, config.discount)
+        draw = single_steps(data, state.observation_stats, config.discount)
+        learner, metrics = learn(update, learner, draw, learn_key, sizes)
         return TrainState(*learner, key=key, observation_stats=state.observation_stats), metrics
 
     def start(state: TrainState, timestep: TimeStep, data: Any = None) -> tuple[()]:

@@ -393,7 +393,8 @@ def _resolve(entries: dict[str, tuple[Any, str]], name: str) -> Experiment:
         raise InputError(f"{entries['data_digest'][1]}: data_digest is filled in by rljax; set data alone")
     try:
         if sections["model"] or any(key.startswith("model.") for key in sections["sweep"]):
-            settings["model"] = Transformer(**_with_sizes(sections["model"]))
+            default: Any = next(f.default for f in dataclasses.fields(config_class) if f.name == "model") or Transformer()
+            settings["model"] = dataclasses.replace(default, **_with_sizes(sections["model"]))
         algo_config = config_class(**settings)
     except (ValueError, RuntimeError) as error:
         raise InputError(str(error)) from error

@@ -227,14 +227,17 @@ def _block(model: Transformer, layer: dict[str, Any], x: Array, rotation: Any, a
     return x + _dense(model, layer["down"], h), new
 
 
-def _through(
-    model: Transformer, params: dict[str, Any], tokens: Array, positions: Array, length: int, attend: Any, *memories: Any
-) -> tuple[Array, Any]:
-    """``tokens [...]`` at ``positions [...]``, all below ``length``, through all blocks, each with its own of the ``memories``
-    (see `_each_layer`): the residual stream ``[..., width]`` and the new memory of the layers."""
+def _embed(model: Transformer, params: dict[str, Any], tokens: Array, positions: Array) -> Array:
+    """``tokens [...]`` at ``positions [...]`` -> ``[..., width]``."""
     x = params["embed"][jnp.maximum(tokens, 0)].astype(jnp.float32)
-    if model.family == "gpt2":
-        x = x + params["positions"][jnp.minimum(positions, model.positions - 1)]
+    return x + params["positions"][jnp.minimum(positions, model.positions - 1)] if model.family == "gpt2" else x
+
+
+def _through(
+    model: Transformer, params: dict[str, Any], x: Array, positions: Array, length: int, attend: Any, *memories: Any
+) -> tuple[Array, Any]:
+    """``x [..., width]`` at ``positions [...]``, all below ``length``, through all blocks, each with its own of the ``memories``
+    (see `_each_layer`): the residual stream ``[..., width]`` and the new memory of the layers."""
     rotation = _rotation(model, positions, length) if model.family == "llama" else None
 
     def block(x, of_layer):
@@ -294,16 +297,24 @@ def forward(model: Transformer, params: dict[str, Any], tokens: Array, segments:
     segments = jnp.zeros_like(tokens) if segments is None else segments
     before = jnp.cumsum(is_real, -1) - is_real  # real tokens to the left
     is_new = jnp.concatenate([jnp.ones_like(is_real[:, :1]), segments[:, 1:] != segments[:, :-1]], -1)
-    first = jax.lax.cummax(jnp.where(is_new, before, 0), axis=1)
-    return _norm(model, params["norm"], _prefill(model, params, tokens, before - first, is_real, segments)[0])
+    positions = before - jax.lax.cummax(jnp.where(is_new, before, 0), axis=1)
+    return encode(model, params, _embed(model, params, tokens, positions), positions, is_real, segments)
+
+
+def encode(
+    model: Transformer, params: dict[str, Any], x: Array, positions: Array, is_real: Array, segments: Array | None = None
+) -> Array:
+    """Hidden states ``[B, S, width]`` after the last norm, of what is embedded already: ``x [B, S, width]`` at ``positions
+    [B, S]``, all below S, which matter to rotary embeddings alone; see `forward`."""
+    return _norm(model, params["norm"], _prefill(model, params, x, positions, is_real, segments)[0])
 
 
 def _prefill(
-    model: Transformer, params: Any, tokens: Array, positions: Array, is_real: Array, segments: Array | None = None
+    model: Transformer, params: Any, x: Array, positions: Array, is_real: Array, segments: Array | None = None
 ) -> tuple[Array, Any]:
-    """``tokens [P, S]`` -> residual stream ``[P, S, width]`` and the layers' keys ``[P, kv_heads, S, size]`` and values
+    """``x [P, S, width]`` -> residual stream ``[P, S, width]`` and the layers' keys ``[P, kv_heads, S, size]`` and values
     ``[P, kv_heads, size, S]``, as the products of `transformer` on CPU are fastest."""
-    length = tokens.shape[1]
+    length = x.shape[1]
     seen = jnp.tril(jnp.ones((length, length), bool)) & is_real[:, None, :]
     if segments is not None:
         seen = seen & (segments[:, :, None] == segments[:, None, :])
@@ -316,7 +327,7 @@ def _prefill(
         (weights,) = _softmax([jnp.where(seen[:, None, None], scores, -jnp.inf)])
         return jnp.einsum("pgrts,pgsd->ptgrd", weights, v), (k, v.swapaxes(2, 3))
 
-    return _through(model, params, tokens, positions, length, attend)
+    return _through(model, params, x, positions, length, attend)
 
 
 def read_out(
@@ -400,7 +411,7 @@ def transformer(
         padding = prompt - 1 - is_real.sum(-1)  # [P]
         positions = jnp.maximum(jnp.arange(prompt - 1) - padding[:, None], 0)
         if prompt > 1:
-            memory = _prefill(model, params, tokens, positions, is_real)[1]
+            memory = _prefill(model, params, _embed(model, params, tokens, positions), positions, is_real)[1]
         else:
             nothing = jnp.zeros((tokens.shape[0], model.groups, 0, model.size))
             memory = _each_layer(model, (nothing, nothing.swapaxes(2, 3)))
@@ -440,7 +451,8 @@ def transformer(
             )
             return attention(q, prompt_memory, is_real, keys, values, seen), (keys, values)
 
-        x, said = _through(model, params, token, positions, space.length, attend, carry["prompt"], carry["said"])
+        x = _embed(model, params, token, positions)
+        x, said = _through(model, params, x, positions, space.length, attend, carry["prompt"], carry["said"])
         return {**carry, "said": said, "step": now + 1}, output(params, x[:, 0], timestep.action_mask)
 
     def unroll(params: dict[str, Any], carry: dict[str, Any], timesteps: TimeStep) -> PolicyOutput:
@@ -454,7 +466,8 @@ def transformer(
         def attend(q, k, v, prompt_memory):
             return attention(q, prompt_memory, is_real, k.swapaxes(1, 2), v.swapaxes(1, 2), seen), None
 
-        x, _ = _through(model, params, tokens, positions, space.length, attend, carry["prompt"])
+        x = _embed(model, params, tokens, positions)
+        x, _ = _through(model, params, x, positions, space.length, attend, carry["prompt"])
         return output(params, x.swapaxes(0, 1), timesteps.action_mask)
 
     return Policy(init, start, step, unroll)

@@ -105,3 +105,13 @@ def sample(data: Dataset, uniforms: Array, discount: Array | float, among: Array
         index=index,
         probability=jnp.full(index.shape, 1.0 / size),
     )
+
+
+def windows(data: Dataset, uniforms: Array, length: int) -> tuple[Array, Array]:
+    """``(rows, is_real)``, both ``[M, length]``: stretches that start at steps drawn from ``uniforms [M]`` in [0, 1).
+
+    Each row of the data is as likely a start as any other. A stretch ends with its episode: what comes after is not real.
+    """
+    start = jnp.minimum((uniforms * data.size).astype(jnp.int32), data.size - 1)[:, None]
+    ahead = jnp.arange(length)
+    return jnp.minimum(start + ahead, data.size - 1), ahead <= data.left[start]

@@ -10,7 +10,26 @@ import numpy as np
 import pytest
 
 import rljax
-from rljax.agents import AGENTS, a2c, bc, c51, cql, dpo, dqn, grpo, iql, ppo, pqn, reinforce, reward_model, sac, sft, td3, td3_bc
+from rljax.agents import (
+    AGENTS,
+    a2c,
+    bc,
+    c51,
+    cql,
+    decision_transformer,
+    dpo,
+    dqn,
+    grpo,
+    iql,
+    ppo,
+    pqn,
+    reinforce,
+    reward_model,
+    sac,
+    sft,
+    td3,
+    td3_bc,
+)
 from rljax.envs import Box, Discrete, restart
 from rljax.experiment import evaluate_agent
 from rljax.networks import Transformer, actor_critic
@@ -43,13 +62,14 @@ SMALL = {
     "iql": iql.Config(**OFFLINE),
     "cql": cql.Config(**OFFLINE),
     "td3_bc": td3_bc.Config(**OFFLINE),
+    "decision_transformer": decision_transformer.Config(context=3, batch_size=4, num_updates=4, model=TRANSFORMER),
     "sft": sft.Config(batch_size=8, model=TRANSFORMER),
     "grpo of tokens": grpo.Config(num_groups=4, group_size=4, num_minibatches=2, kl_coef=0.1, model=TRANSFORMER),
     "ppo of tokens": ppo.Config(num_envs=8, num_minibatches=2, num_epochs=2, kl_coef=0.1, model=TRANSFORMER),
     "dpo": dpo.Config(num_pairs=32, batch_size=8, answers=4, model=TRANSFORMER),
     "reward_model": reward_model.Config(num_pairs=32, num_heldout=8, batch_size=8, answers=4, ensemble=2, model=TRANSFORMER),
 }
-RECORDED = ("bc", "iql", "cql", "td3_bc")
+RECORDED = ("bc", "iql", "cql", "td3_bc", "decision_transformer")
 TOKENS = ("sft", "grpo of tokens", "ppo of tokens", "dpo", "reward_model")
 EVERY = tuple(SMALL)
 UPDATES = {"reinforce": 100, "a2c": 150, "grpo": 150, "pqn": 150}  # calls of step; the others get 60

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 import rljax
-from rljax.agents import bc, cql, iql, td3_bc
+from rljax.agents import bc, cql, decision_transformer, iql, td3_bc
 from rljax.agents.sac import actions_of
 from rljax.agents.td3 import networks
-from rljax.envs import Box, Discrete, restart, transition
+from rljax.envs import Box, Discrete, restart, transition, vectorize
+from rljax.networks import Transformer
 from rljax.ops import losses, replay
 from rljax.ops.dataset import make_dataset
 from tests.agents import probes
@@ -200,3 +201,91 @@ def test_without_data_there_is_one_line():
         rljax.make_agent(td3_bc.Config(num_updates=3), probes.ContinuousTarget())
     with pytest.raises(ValueError, match=r"algo\.name"):
         rljax.make_agent(td3_bc.Config(), TwoStates())
+
+
+TINY = Transformer(family="gpt2", layers=1, width=16, heads=2, mlp=32, positions=8)
+
+
+def played(agent, state, env):
+    """The actions of one greedy episode of two steps."""
+    env_state, timestep = jax.vmap(env.reset)(jax.random.split(jax.random.key(0), 1))
+    carry, said = agent.start(state, timestep), []
+    for key in jax.random.split(jax.random.key(1), 2):
+        carry, action = agent.act(state, carry, timestep, key, True)
+        env_state, timestep = jax.vmap(env.step)(key[None], env_state, action)
+        said.append(int(action[0]))
+    return said
+
+
+def test_the_decision_transformer_earns_what_it_is_asked_for():
+    """Of two recorded episodes one earned 1 and one 0.3, from the same state: only returns tell their actions apart."""
+    two = dataset([0, 0, 1], np.array([1, 0, 0], np.int32), [0.3, 0, 1], [1, 0, 1], [1, 1, 1])
+    config = decision_transformer.Config(
+        context=2, batch_size=32, num_updates=64, learning_rate=1e-2, normalize_observations=False, model=TINY
+    )
+    agent, state, metrics = train(config, TwoStates(), two, 3)
+    assert float(state.target) == float(state.scale) == 1.0  # the best return, and the largest
+    assert float(metrics["loss/action"][-1]) < 0.02
+    assert played(agent, state, TwoStates()) == [0, 0]
+    assert played(agent, state.replace(target=jnp.float32(0.3)), TwoStates())[0] == 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Walk:
+    """Five steps; the observation is where the last action led, in [2, 6], and the reward."""
+
+    observation_space = Box(-jnp.inf, jnp.inf, (1,))
+    action_space = Box(2.0, 6.0, (1,))
+
+    def reset(self, key):
+        return jnp.int32(0), restart(jnp.zeros(1))
+
+    def step(self, key, state, action):
+        return state + 1, transition(action, action[0], truncated=state == 4)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_recorded_episode_is_read_as_it_was_played(family):
+    """Window by window in training, and one step at a time by `act`, whose window is shorter than the episode."""
+    env, key = Walk(), jax.random.key(0)
+    config = decision_transformer.Config(
+        context=3, normalize_observations=False, model=dataclasses.replace(TINY, family=family), target_return=20.0
+    )
+    agent = rljax.make_agent(config, env)
+    some = dataset(np.zeros(2), np.full((2, 1), 3.0, np.float32), [25.0, 3.0], [0, 0], np.zeros(2))
+    state = agent.init(jax.random.key(1), some)
+    state = state.replace(params=jax.tree.map(lambda x: 4 * x, state.params))  # actions that differ from one another
+    envs = vectorize(env, 2)
+    env_state, timestep = envs.reset(key)
+    carry, steps = None, []
+    for _ in range(10):  # two episodes, by auto-reset
+        carry, action = agent.act(state, carry, timestep, key, True)
+        steps.append((timestep.observation, action, timestep.reward, carry))
+        env_state, timestep = envs.step(key, env_state, action)
+    observation, action = (np.stack([s[i] for s in steps])[:, 0] for i in (0, 1))
+    assert np.ptp(action[:5]) > 0.1
+    np.testing.assert_allclose(action[:5], action[5:], rtol=1e-6)  # the second episode begins with nothing of the first
+    to_go = 20.0 - np.concatenate([[0.0], np.cumsum(action[:4, 0])])
+    _, predict = decision_transformer.network(config, env)
+    unit = (action - 4) / 2
+    for first in range(5):
+        rows = np.minimum(np.arange(first, first + 3), 4)
+        window = decision_transformer.Window(
+            to_go=jnp.asarray(to_go[rows], jnp.float32)[None] / 28.0,
+            observation=jnp.asarray(observation[rows])[None],
+            action=jnp.asarray(unit[rows])[None],
+            action_mask=None,
+            step=jnp.asarray(rows)[None],
+            is_real=(jnp.arange(3) < 5 - first)[None],
+        )
+        said = predict(state.params, window)[0]
+        if first <= 2:  # the last of three steps, of which `act` saw no more than these
+            np.testing.assert_allclose(said[-1], unit[first + 2], atol=1e-5)
+        if first == 0:
+            np.testing.assert_allclose(said, unit[:3], atol=1e-5)
+
+
+def test_an_option_of_a_language_model_is_refused():
+    config = decision_transformer.Config(model=dataclasses.replace(TINY, tied=False))
+    with pytest.raises(ValueError, match=r"model\.tied is of models of language"):
+        rljax.make_agent(config, TwoStates())
