@@ -83,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--env", help="play another environment; --env_params.KEY VALUE: with other parameters")
             command.add_argument("--trace", metavar="FILE", help="write the transcript there, for `rljax replay`")
         if name == "record":
-            command.add_argument("target", help="the file to write, .npz or .h5")
+            command.add_argument("target", help="the file to write, .npz or .h5, or minari:NAME")
             command.add_argument("--steps", type=int, default=100_000, help="of the environment; default: 100000")
             command.add_argument("--epsilon", type=float, default=0.0, help="share of uniformly random actions; default: 0")
             command.add_argument("--lane", type=int, default=0, help="whose policy; default: 0")

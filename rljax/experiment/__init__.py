@@ -2,7 +2,7 @@
 
 from rljax.experiment.checkpoint import SaveError
 from rljax.experiment.config import Experiment, InputError, load, parse_overrides
-from rljax.experiment.data import Recording, read, together, write
+from rljax.experiment.data import Recording, load_data, read, together, write
 from rljax.experiment.evaluation import Evaluation, evaluate_agent
 from rljax.experiment.redteam import RedTeam, red_team
 from rljax.experiment.report import summary_text, write_report
@@ -35,6 +35,7 @@ __all__ = [
     "evaluate_agent",
     "export",
     "load",
+    "load_data",
     "load_run",
     "load_states",
     "parse_overrides",

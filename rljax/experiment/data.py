@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import json
+import warnings
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -97,11 +98,15 @@ def read(path: str | Path) -> Recording:
 
 
 def write(recording: Recording, path: str | Path) -> None:
-    """Writes ``.npz`` or HDF5, by the suffix.
+    """Writes ``.npz`` or HDF5, by the suffix, or the Minari data set ``minari:NAME``.
+
+    Minari keeps neither masks nor log-probabilities, and of what is known the anchors and a description.
 
     Raises:
-      InputError: another suffix, or HDF5 without the extra.
+      InputError: another suffix, an extra that is missing, or a Minari data set of that name.
     """
+    if str(path).startswith("minari:"):
+        return _to_minari(recording, str(path).removeprefix("minari:"))
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     about = json.dumps(recording.about)
@@ -114,7 +119,7 @@ def write(recording: Recording, path: str | Path) -> None:
                 file.create_dataset(key, data=x, compression="gzip")
             file.attrs["about"] = about
     else:
-        raise InputError(f"{path}: a data set is written to one of {', '.join(FORMATS)}")
+        raise InputError(f"{path}: a data set is written to one of {', '.join(FORMATS)}, or minari:NAME")
 
 
 def together(recordings: list[Recording], names: list[str]) -> Recording:
@@ -189,11 +194,49 @@ def _h5py(path: Path) -> Any:
         raise InputError(f"{path}: HDF5 needs the extra: pip install 'rljax[data]'") from error
 
 
-def _from_minari(name: str) -> Recording:
+def _minari(name: str) -> Any:
     try:
-        minari: Any = importlib.import_module("minari")
+        return importlib.import_module("minari")
     except ImportError as error:
         raise InputError(f"minari:{name}: needs the extra: pip install 'rljax[data]'") from error
+
+
+def _to_minari(recording: Recording, name: str) -> None:
+    minari = _minari(name)
+    spaces: Any = importlib.import_module("gymnasium.spaces")
+    EpisodeBuffer: Any = importlib.import_module("minari.data_collector").EpisodeBuffer
+    x, about = recording.arrays, recording.about
+
+    def space(key: str) -> Any:
+        values, shape = x[key], x[key].shape[1:]
+        if np.issubdtype(values.dtype, np.integer) and not shape:
+            return spaces.Discrete(int(values.max()) + 1)
+        return spaces.Box(-np.inf, np.inf, shape, values.dtype.type)
+
+    episodes, first = [], 0
+    for last in np.flatnonzero(recording.ends):
+        rows = slice(first, last + 1)
+        ended = _ended(Recording({key: values[rows] for key, values in x.items()}, {}))
+        observations = np.concatenate([ended["observations"], ended["next_observations"][-1:]])
+        flags = {"terminations": ended["terminals"].astype(bool), "truncations": ended["timeouts"].astype(bool)}
+        columns = {"observations": observations, "actions": ended["actions"], "rewards": ended["rewards"], **flags}
+        episodes.append(EpisodeBuffer(id=len(episodes), **columns))
+        first = last + 1
+    anchors = {"ref_min_score": about.get("random_return"), "ref_max_score": about.get("expert_return")}
+    anchors = {key: value for key, value in anchors.items() if value is not None}
+    description = ", ".join(f"{key}: {about[key]}" for key in ("env", "env_params", "source", "epsilon") if about.get(key))
+    known = {"observation_space": space("observations"), "action_space": space("actions"), "description": description}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that nobody named an author
+            made = minari.create_dataset_from_buffers(dataset_id=name, buffer=episodes, algorithm_name="rljax", **known)
+            made.storage.update_metadata(anchors)  # which minari keeps by itself for environments of gymnasium alone
+    except Exception as error:  # minari raises of many kinds, of names too
+        raise InputError(f"minari:{name}: {error}") from error
+
+
+def _from_minari(name: str) -> Recording:
+    minari = _minari(name)
     try:
         found = minari.load_dataset(name)
     except Exception as error:

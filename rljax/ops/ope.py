@@ -1,13 +1,21 @@
 """Off-policy evaluation: what a policy would earn, from episodes of another one.
 
-Episodes are ``[B, T]``, with False in ``mask`` after their end. ``log_ratio`` is ``log pi(a|s) - log mu(a|s)`` of each step: the
-evaluated policy over the one that played. Every estimator gives one number an episode, whose mean is the estimate, so that
-`rljax.experiment.statistics.bootstrap_interval` of them is its interval.
+Importance sampling needs the probabilities of both policies, and nothing else. Episodes are ``[B, T]``, with False in ``mask``
+after their end. ``log_ratio`` is ``log pi(a|s) - log mu(a|s)`` of each step: the evaluated policy over the one that played. Every
+estimator gives one number an episode, whose mean is the estimate, so that `rljax.experiment.statistics.bootstrap_interval` of
+them is its interval. `fitted_q` needs no probabilities, but a critic.
 """
+
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 from jax import Array
+
+from rljax.ops.dataset import Dataset
 
 
 def ordinary(rewards: Array, log_ratio: Array, mask: Array, discount: Array | float) -> Array:
@@ -62,6 +70,77 @@ def weighted_interval(
     means = (drawn * returns[rows]).sum(1) / drawn.sum(1)
     low, high = jnp.quantile(means, jnp.asarray([(1 - level) / 2, (1 + level) / 2]))
     return low, high
+
+
+def fitted_q(
+    critic: Callable[[Any, Any, Array], Array],
+    init: Callable[[Array], Any],
+    policy: Callable[[Array, Any, Array | None], Array],
+    data: Dataset,
+    key: Array,
+    discount: float,
+    *,
+    resamples: int = 20,
+    steps: int = 5000,
+    batch_size: int = 256,
+    learning_rate: Array | float = 1e-3,
+    target_tau: Array | float = 0.005,
+) -> Array:
+    """Fitted Q evaluation (Le et al. 2019, arXiv 1903.08738, algorithm 3) with a slowly moving target, and its bootstrap.
+
+    ``Q(s, a)`` learns ``r + discount Q'(s', a')`` with ``a'`` from the evaluated policy; a truncated step counts as any other,
+    after a terminated one nothing follows. The estimate is the mean of ``Q(s, a)`` over first steps of episodes, which must be
+    drawn as those of the evaluation. Every bootstrap draws whole episodes with replacement and fits a critic of its own to them
+    (Hao et al. 2021, arXiv 2102.03607), all in one program.
+
+    Args:
+      critic: ``(params, observation [M, ...], action [M, ...]) -> [M]``.
+      init: ``(key) -> params``.
+      policy: ``(key, observation [M, ...], action_mask) -> action [M, ...]``, drawn as the policy draws.
+      data: of numpy arrays; it is no argument of a program.
+      resamples: bootstraps.
+      steps, batch_size: gradient steps of each fit, of Adam, and steps of the data in each.
+
+    Returns:
+      float32 ``[1 + resamples]``: the estimate from all episodes, and those of the bootstraps, whose quantiles are its interval.
+    """
+    starts = np.flatnonzero(np.asarray(data.step) == 0)
+    lengths = np.asarray(data.left)[starts] + 1
+    optimizer = optax.adam(learning_rate)
+    rows = jax.tree.map(jnp.asarray, data.transitions)
+
+    def fit(key: Array, drawn: Array) -> Array:
+        init_key, loop_key, start_key = jax.random.split(key, 3)
+        ends = jnp.cumsum(jnp.asarray(lengths)[drawn])
+
+        def loss(params: Any, target: Any, key: Array) -> Array:
+            row_key, action_key = jax.random.split(key)
+            place = jax.random.randint(row_key, (batch_size,), 0, ends[-1])
+            number = jnp.searchsorted(ends, place, side="right")
+            row = jnp.asarray(starts + lengths)[drawn[number]] - (ends[number] - place)
+            batch = jax.tree.map(lambda x: x[row], rows)
+            action = policy(action_key, batch.next_observation, batch.next_action_mask)
+            following = critic(target, batch.next_observation, action)
+            goal = batch.reward + discount * jnp.where(batch.terminated, 0.0, following)
+            return jnp.square(critic(params, batch.observation, batch.action) - goal).mean()
+
+        def step(learner: Any, key: Array) -> Any:
+            params, target, opt_state = learner
+            updates, opt_state = optimizer.update(jax.grad(loss)(params, target, key), opt_state)
+            params: Any = optax.apply_updates(params, updates)
+            return (params, optax.incremental_update(params, target, target_tau), opt_state), None
+
+        params = init(init_key)
+        learner, _ = jax.lax.scan(step, (params, params, optimizer.init(params)), jax.random.split(loop_key, steps))
+        first = jax.tree.map(lambda x: x[jnp.asarray(starts)], rows)
+        value = critic(learner[0], first.observation, policy(start_key, first.observation, first.action_mask))
+        return value[drawn].mean()
+
+    fit_key, draw_key = jax.random.split(key)
+    episodes = len(starts)
+    again = jax.random.randint(draw_key, (resamples, episodes), 0, episodes)
+    drawn = jnp.concatenate([jnp.arange(episodes)[None], again])
+    return jax.jit(jax.vmap(fit))(jax.random.split(fit_key, 1 + resamples), drawn)
 
 
 def _returns(rewards: Array, mask: Array, discount: Array | float) -> Array:

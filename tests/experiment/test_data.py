@@ -150,6 +150,22 @@ def test_files_that_are_none_are_refused(tmp_path):
     refused(lambda: load(None, {**BC, "data": str(tmp_path / "none.npz")}), "data: there is no file")
 
 
+def test_a_minari_data_set_is_read_as_it_was_written(tmp_path, monkeypatch):
+    pytest.importorskip("minari")
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
+    about = {"env": "CartPole-v1", "random_return": 20.0, "expert_return": 500.0}
+    before = Recording(arrays(), about)
+    write(before, "minari:rljax/some-v0")
+    after = read("minari:rljax/some-v0")
+    assert after.about["random_return"] == 20.0 and after.about["expert_return"] == 500.0
+    last = before.ends
+    for key in ("observations", "actions", "rewards", "terminals", "next_observations"):
+        np.testing.assert_array_equal(after.arrays[key], before.arrays[key], err_msg=key)
+    np.testing.assert_array_equal(after.arrays["timeouts"], before.arrays["timeouts"] | (last & ~before.arrays["terminals"]))
+    refused(lambda: write(before, "minari:rljax/some-v0"), "minari:rljax/some-v0")  # nothing is replaced
+    refused(lambda: write(before, "minari:no version"), "minari:no version")
+
+
 def test_mixtures_keep_episodes_apart_and_what_both_agree_on():
     one = Recording(arrays(timeouts=np.zeros(5, bool)), {"env": "CartPole-v1", "random_return": 20.0, "source": "a"})
     other = Recording(arrays(), {"env": "CartPole-v1", "random_return": 20.0, "source": "b"})

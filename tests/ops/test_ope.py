@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from rljax.experiment.statistics import bootstrap_interval
-from rljax.ops import ope
+from rljax.ops import ope, replay
+from rljax.ops.dataset import make_dataset
 
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})  # compiling is all that costs here
 
@@ -127,3 +128,58 @@ def test_intervals_hold_the_truth_about_as_often_as_they_say():
         low, high = bootstrap_interval(np.asarray(each(*data, GAMMA))[:, None].mean(1), statistic=np.mean, resamples=500)
         held["per decision"] += low <= TRUE[0, 0] <= high
     assert all(count >= 50 for count in held.values()), held  # 57 of 60 are expected
+
+
+def play(number, policy, rng, cut=40):
+    """Episodes of the same MDP without a limit, cut after ``cut`` steps, as a data set."""
+    rows = []
+    for _ in range(number):
+        state = 0
+        for t in range(cut):
+            action = int(rng.random() < policy[state, 1])
+            ends = (state, action) == (1, 1)
+            following = int(rng.random() < NEXT[state, action])
+            rows.append((state, action, REWARD[state, action] + rng.normal(), ends, t == cut - 1 and not ends, following))
+            if ends:
+                break
+            state = following
+    state, action, reward, terminated, truncated, following = map(np.array, zip(*rows, strict=True))
+    one_hot = np.eye(2, dtype=np.float32)
+    return make_dataset(
+        replay.Transition(
+            observation=one_hot[state],
+            action_mask=None,
+            action=action.astype(np.int32),
+            reward=reward.astype(np.float32),
+            terminated=terminated,
+            truncated=truncated,
+            next_observation=one_hot[following],
+            next_action_mask=None,
+        )
+    )
+
+
+def test_fitted_q_and_its_bootstrap_are_about_the_true_value():
+    """Of a table, by dynamic programming without a limit of steps; behind noisy rewards, from another policy's episodes."""
+    follow = np.stack([1 - NEXT, NEXT], -1)
+    follow[1, 1] = 0.0
+    moves = np.einsum("sa,sat->st", TARGET, follow)
+    true = np.linalg.solve(np.eye(2) - GAMMA * moves, (TARGET * REWARD).sum(1))[0]
+
+    def policy(key, observation, mask):
+        return jax.random.categorical(key, observation @ jnp.log(jnp.asarray(TARGET, jnp.float32)))
+
+    def table(params, observation, action):
+        return jnp.take_along_axis(observation @ params, action[:, None], 1)[:, 0]
+
+    data = play(400, PLAYED, np.random.default_rng(0))
+    found = ope.fitted_q(
+        *(table, lambda key: jnp.zeros((2, 2)), policy, data, jax.random.key(0), GAMMA),
+        **dict(resamples=40, steps=600, learning_rate=0.02, target_tau=0.1),
+    )
+    low, high = np.quantile(found[1:], [0.025, 0.975])
+    assert found[0] == pytest.approx(true, abs=0.15)
+    assert low < true < high
+    assert 0.05 < high - low < 0.6
+    behaviour = np.linalg.solve(np.eye(2) - GAMMA * np.einsum("sa,sat->st", PLAYED, follow), (PLAYED * REWARD).sum(1))[0]
+    assert not low < behaviour < high  # it is the evaluated policy's value, and not the recorded one's
