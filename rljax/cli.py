@@ -17,6 +17,7 @@ COMMANDS = {
     "fetch": "download a pretrained model: smollm2",
     "export": "write the language model of one lane as a Hugging Face directory",
     "report": "write report.html of one run, or of several side by side",
+    "compare": "which of the algorithms and settings of finished runs scores higher, and how sure that is",
     "reproduce": "run the config of a run again in another directory and compare the results",
     "list": "environments, agents and configs, a line each",
 }
@@ -101,6 +102,9 @@ def _parser() -> argparse.ArgumentParser:
         if name == "report":
             command.add_argument("runs", nargs="+", metavar="run", help="run directories")
             command.add_argument("--output", help="the file to write; default: report.html in the run, or here for several")
+        if name == "compare":
+            command.add_argument("runs", nargs="+", metavar="run", help="directories of finished runs, of one task or several")
+            command.add_argument("--out", metavar="FILE", help="write a page with learning curves and performance profiles too")
         if name == "list":
             command.add_argument("what", nargs="?", choices=("envs", "agents", "configs"), help="default: all three")
     return parser
@@ -347,6 +351,22 @@ def _report(arguments: argparse.Namespace) -> int:
         print(write_report(arguments.runs, arguments.output))
     except (ValueError, FileNotFoundError) as error:
         raise InputError(str(error)) from error
+    return 0
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    from rljax.experiment import InputError, compare
+
+    try:
+        comparison = compare(arguments.runs)
+    except (ValueError, FileNotFoundError) as error:
+        raise InputError(str(error)) from error
+    print(comparison.text())
+    if arguments.out is not None:
+        try:
+            print(f"\n{comparison.write(arguments.out)}")
+        except OSError as error:
+            raise InputError(f"--out: cannot write {arguments.out}: {error.strerror}") from error
     return 0
 
 

@@ -1,6 +1,7 @@
 """Experiments: the only place that knows of seeds, files, clocks and hosts."""
 
 from rljax.experiment.checkpoint import SaveError
+from rljax.experiment.comparison import Comparison, compare
 from rljax.experiment.config import Experiment, InputError, load, parse_overrides
 from rljax.experiment.data import Recording, load_data, read, together, write
 from rljax.experiment.evaluation import Evaluation, evaluate_agent
@@ -24,6 +25,7 @@ from rljax.experiment.run import (
 )
 
 __all__ = [
+    "Comparison",
     "Evaluation",
     "Experiment",
     "InputError",
@@ -31,6 +33,7 @@ __all__ = [
     "RedTeam",
     "Result",
     "SaveError",
+    "compare",
     "evaluate",
     "evaluate_agent",
     "export",

@@ -5,15 +5,12 @@ report can be made of a run that is still going, was killed, or was made on anot
 the seed: every mean, interval and range is over seeds, each of which is already a mean over evaluation episodes.
 """
 
-import base64
 import functools
-import io
 import json
 import math
-import os
 import re
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -21,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from rljax.experiment import page
 from rljax.experiment.health import sentence
 from rljax.experiment.statistics import bootstrap_interval, bootstrap_intervals, iqm, normalized_score
 
@@ -28,9 +26,6 @@ EVALUATION, TRAINING = "eval/return", "episode/return"
 ENOUGH_SEEDS = 5
 TRANSCRIPT_LINES = 12  # of each of three steps: an early, a middle and the last
 BAND_RESAMPLES = 2_000
-# Okabe and Ito's colours, told apart by readers with any colour vision; their yellow is too faint on white.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-DASHES = ("-", "--", "-.", ":")
 # What must be read together, in the order in which a reader does; a name that ends in / stands for all that begin with it.
 HEALTH = (TRAINING, "episode/return_std", "reward/", "kl", "kl_reference/", "kl_coef", "entropy", "episode/length")
 HEALTH += ("episode/truncated", "unfinished", "flat_groups", "invalid", "ratio_error", "clip_fraction", "grad_norm")
@@ -157,7 +152,13 @@ def _summarize_lanes(lanes: list[dict], metric: str, finals: dict[int, dict], fa
     return {**numbers, "low": low, "high": high, "spread": _spread(len(kept)), "seeds": kept, "failed": lost}
 
 
-def _summarize(run: Run) -> dict[str, Any]:
+def summarize(run: Run | str | Path) -> dict[str, Any]:
+    """The summary of a run, or of what is in its directory, ready for JSON: what is not defined is None, never NaN.
+
+    Each of its `settings` (one a combination of swept values) has `iqm`, `low`, `high` (95% bootstrap interval over
+    seeds; None with one seed), `mean`, `min`, `max`, `spread`, the `seeds` that count, and the `failed` ones by name.
+    """
+    run = run if isinstance(run, Run) else read_run(run)
     info = run.info
     metric = EVALUATION if any(EVALUATION in row for row in run.rows) else TRAINING
     finals, failed = _final_rows(run, metric), {entry["lane"]: entry for entry in info.get("failed") or []}
@@ -179,39 +180,14 @@ def _summarize(run: Run) -> dict[str, Any]:
     }
 
 
-def summarize(path: str | Path) -> dict[str, Any]:
-    """The summary of a run, ready for JSON: what is not defined is None, never NaN.
-
-    Each of its `settings` (one a combination of swept values) has `iqm`, `low`, `high` (95% bootstrap interval over
-    seeds; None with one seed), `mean`, `min`, `max`, `spread`, the `seeds` that count, and the `failed` ones by name.
-    """
-    return _summarize(read_run(path))
-
-
 def write_summary(path: str | Path) -> dict[str, Any]:
     """Write `summary.json` into the run directory and return what it holds."""
     summary = summarize(path)
-    _write(Path(path) / "summary.json", (json.dumps(summary, indent=2, allow_nan=False) + "\n").encode())
+    page.write_whole(Path(path) / "summary.json", (json.dumps(summary, indent=2, allow_nan=False) + "\n").encode())
     return summary
 
 
-def _write(path: Path, data: bytes) -> Path:
-    """Write a file whole or not at all: a reader never sees half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_bytes(data)
-    os.replace(temporary, path)
-    return path
-
-
 # Words and numbers
-
-
-def _numbers(values: Iterable[float | None]) -> Callable[[float | None], str]:
-    """A formatter with as many decimals as the largest of `values` needs for four digits, so that columns line up."""
-    largest = max((abs(value) for value in values if value is not None), default=0.0)
-    decimals = min(max(3 - math.floor(math.log10(largest)), 0), 3) if largest else 1
-    return lambda value: "n/a" if value is None else f"{value:,.{decimals}f}"
 
 
 def _count(value: float | None) -> str:
@@ -227,9 +203,9 @@ def _duration(seconds: float | None) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min" if minutes >= 60 else f"{minutes} min {int(seconds % 60):02d} s"
 
 
-def _result_rows(settings: Sequence[dict]) -> list[list[str]]:
+def result_rows(settings: Sequence[dict]) -> list[list[str]]:
     """A row a setting: label, seeds, IQM, interval, mean, range."""
-    number = _numbers(setting[key] for setting in settings for key in ("min", "max"))
+    number = page.number_format(setting[key] for setting in settings for key in ("min", "max"))
     rows = []
     for setting in settings:
         used, asked = len(setting["seeds"]), len(setting["seeds"]) + len(setting["failed"])
@@ -240,10 +216,10 @@ def _result_rows(settings: Sequence[dict]) -> list[list[str]]:
     return rows
 
 
-def _random_line(random: dict | None, settings: Sequence[dict]) -> str:
+def random_line(random: dict | None, settings: Sequence[dict]) -> str:
     if not random or random.get("return") is None:
         return "not measured"
-    number = _numbers([random["return"], *(setting[key] for setting in settings for key in ("min", "max"))])
+    number = page.number_format([random["return"], *(setting[key] for setting in settings for key in ("min", "max"))])
     spread = "" if random.get("std") is None else f" \N{PLUS-MINUS SIGN} {number(random['std'])}"
     return f"{number(random['return'])}{spread} over {_count(random.get('episodes'))} episodes"
 
@@ -275,7 +251,7 @@ def _facts(summary: dict) -> list[tuple[str, str]]:
         text = f"{summary['best']}: highest IQM of {len(settings)} settings, picked on these same seeds, so optimistic"
         facts.append(("best", text))
     facts += [("note", summary["note"])] if summary["note"] else []
-    facts.append(("random", _random_line(summary["random"], settings)))
+    facts.append(("random", random_line(summary["random"], settings)))
     facts += _normalized(summary["data"] or {}, settings)
     for setting in settings:
         where = f" ({setting['label']})" if len(settings) > 1 else ""
@@ -308,12 +284,9 @@ def _costs(summary: dict) -> list[tuple[str, str]]:
 
 def summary_text(summary: dict[str, Any]) -> str:
     """The summary as the terminal prints it at the end of a run."""
-    table = [RESULTS, *_result_rows(summary["settings"])]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    table = [RESULTS, *result_rows(summary["settings"])]
     lines = [f"{_title(summary)}   {_run_id(summary)}   {summary['status']}", ""]
-    for label, *cells in table:
-        numbers = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
-        lines.append("   ".join([f"{'*' if label == summary['best'] else ' '} {label:<{widths[0]}}", *numbers]))
+    lines += [f"{'*' if row[0] == summary['best'] else ' '} {line}" for row, line in zip(table, page.columns(table), strict=True)]
     facts = [f"  {name:<10}   {text}" for name, text in _facts(summary) + _warnings(summary) + _costs(summary)]
     return "\n".join([*lines, "", *facts])
 
@@ -329,22 +302,22 @@ def _run_id(info: dict) -> str:
 # Figures
 
 
-class _Curve(NamedTuple):
-    """One setting in a plot: a [points, 2] array of (step, value) for each seed, failed seeds apart."""
+class Curve(NamedTuple):
+    """One setting in a plot: [points, 2] of (step, value) for each seed, failed seeds apart, and a number for its style."""
 
     label: str
     seeds: list[np.ndarray]
     failed: list[np.ndarray]
+    style: int
 
 
-def _curves(run: Run, settings: Iterable[dict], key: str) -> list[_Curve]:
-    """A curve for each of a summary's settings; none where no seed of theirs has this metric."""
+def curves_of(run: Run, settings: Sequence[dict], key: str) -> list[Curve]:
+    """A curve for each of a summary's settings, styled by its `style` or its place; none where no seed has this metric."""
     series = _series(run, key)
-    split = [
-        [[series[seed["lane"]] for seed in setting[part] if seed["lane"] in series] for part in ("seeds", "failed")]
-        for setting in settings
-    ]
-    curves = [_Curve(setting["label"], *parts) for setting, parts in zip(settings, split, strict=True)]
+    curves = []
+    for i, setting in enumerate(settings):
+        kept, lost = ([series[seed["lane"]] for seed in setting[part] if seed["lane"] in series] for part in ("seeds", "failed"))
+        curves.append(Curve(setting["label"], kept, lost, setting.get("style", i)))
     return curves if any(curve.seeds or curve.failed for curve in curves) else []
 
 
@@ -370,14 +343,14 @@ def _aggregate(seeds: list[np.ndarray], points: int = 100) -> tuple[np.ndarray, 
     return steps, [row[~np.isnan(row)] for row in table]
 
 
-def _thin(curves: Sequence[_Curve]) -> bool:
+def _thin(curves: Sequence[Curve]) -> bool:
     """Whether to draw single seeds too: not in a crowd, nor where a seed is the whole curve."""
     return len(curves) <= 4 and any(len(curve.seeds + curve.failed) > 1 for curve in curves)
 
 
-def _draw(ax: Any, curves: Sequence[_Curve], health: bool = False) -> None:
+def _draw(ax: Any, curves: Sequence[Curve], health: bool = False) -> None:
     """Draw curves. The scale of health is not set by failed seeds, whose last values may be huge."""
-    styles = [(COLOURS[i % len(COLOURS)], DASHES[i // len(COLOURS) % len(DASHES)]) for i in range(len(curves))]
+    styles = [page.line_style(curve.style) for curve in curves]
     for curve, (colour, dash) in zip(curves, styles, strict=True):
         if not curve.seeds:
             continue
@@ -396,40 +369,7 @@ def _draw(ax: Any, curves: Sequence[_Curve], health: bool = False) -> None:
     ax.set_xlim(left=0)
 
 
-def _figure(rows: int, columns: int, width: float, height: float, sharey: bool = False) -> tuple[Any, list[Any]]:
-    """A figure of its own (no pyplot, so no state is shared) and its axes, quietly styled."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import EngFormatter
-
-    figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
-    axes = list(figure.subplots(rows, columns, sharey=sharey, squeeze=False).flat)
-    for ax in axes:
-        ax.spines[["top", "right"]].set_visible(False)
-        ax.spines[["left", "bottom"]].set_color("#888888")
-        ax.grid(color="#e6e6e6", linewidth=0.6)
-        ax.set_axisbelow(True)
-        ax.tick_params(labelsize=8, color="#888888")
-        ax.xaxis.set_major_formatter(EngFormatter(sep=""))
-        ax.margins(x=0.01)
-    return figure, axes
-
-
-def _legend(figure: Any, axes: Any) -> None:
-    handles, labels = axes.get_legend_handles_labels()
-    if len(labels) > 1:
-        columns = max(1, min(len(labels), 100 // (max(map(len, labels)) + 8)))
-        figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
-
-
-def _png(figure: Any) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=160 if figure.get_figwidth() > 6 else 200)
-    return buffer.getvalue()
-
-
-def _caption(curves: Sequence[_Curve]) -> str:
+def curve_caption(curves: Sequence[Curve]) -> str:
     counts = [len(curve.seeds) for curve in curves]
     few, many = min(counts), max(counts)
     text = f"IQM over {few if few == many else f'{few} to {many}'} seed{'' if many == 1 else 's'}"
@@ -439,11 +379,11 @@ def _caption(curves: Sequence[_Curve]) -> str:
     return text + ("; spread not established" if few < ENOUGH_SEEDS else "")
 
 
-def _learning_curve(
-    panels: Sequence[tuple[str, Sequence[_Curve]]], random: dict | None, title: str = "", width: float = 10.0
+def learning_curve(
+    panels: Sequence[tuple[str, Sequence[Curve]]], random: dict | None, title: str = "", width: float = 10.0
 ) -> bytes:
     """A panel for each (metric, curves) pair, side by side on one scale, with the random policy's return dashed."""
-    figure, axes = _figure(1, len(panels), width, 4.0, sharey=True)
+    figure, axes = page.figure(1, len(panels), width, 4.0, sharey=True)
     grey = {"fontsize": 7.5, "color": "#555555", "textcoords": "offset points"}
     for ax, (metric, curves) in zip(axes, panels, strict=True):
         _draw(ax, curves)
@@ -455,94 +395,48 @@ def _learning_curve(
         ax.set_ylabel(f"{'evaluation' if metric == EVALUATION else 'training'} return per episode", fontsize=9)
     if title:
         axes[0].set_title(title, loc="left", fontsize=11, fontweight="bold", pad=20)
-        axes[0].annotate(_caption(panels[0][1]), (0, 1), (0, 6), xycoords="axes fraction", **grey).set_in_layout(False)
-    _legend(figure, axes[0])
-    return _png(figure)
+        axes[0].annotate(curve_caption(panels[0][1]), (0, 1), (0, 6), xycoords="axes fraction", **grey).set_in_layout(False)
+    page.legend(figure, axes[0])
+    return page.png(figure)
 
 
 def write_curve(path: str | Path) -> Path | None:
     """Write `curve.png`, return against environment steps, into the run directory; None where there is no return."""
     run = read_run(path)
-    summary = _summarize(run)
-    curves = _curves(run, summary["settings"], summary["metric"])
+    summary = summarize(run)
+    curves = curves_of(run, summary["settings"], summary["metric"])
     if not curves:
         return None
-    image = _learning_curve([(summary["metric"], curves)], summary["random"], _title(summary), width=6.0)
-    return _write(run.path / "curve.png", image)
+    image = learning_curve([(summary["metric"], curves)], summary["random"], _title(summary), width=6.0)
+    return page.write_whole(run.path / "curve.png", image)
 
 
-def _grids(run: Run, summary: dict) -> list[tuple[str, list[_Curve], bytes]]:
+def _grids(run: Run, summary: dict) -> list[tuple[str, list[Curve], bytes]]:
     """(heading, curves of the first panel, figure) of what belongs to health and of the run's other metrics, a panel each."""
     known = {"step", "lane", "seed", "finite", "episode/count", *(run.info.get("sweep") or {})}
     logged = sorted({key for row in run.rows for key in row if key not in known and not key.startswith("eval/")})
     keys = [key for name in HEALTH for key in logged if key == name or (name[-1] == "/" and key.startswith(name))]
     figures = []
     for heading, of in (("Health", keys), ("Other metrics", [key for key in logged if key not in keys])):
-        panels = [(key, curves) for key in of if (curves := _curves(run, summary["settings"], key))]
+        panels = [(key, curves) for key in of if (curves := curves_of(run, summary["settings"], key))]
         if panels:
             figures.append((heading, panels[0][1], _grid(panels)))
     return figures
 
 
-def _grid(panels: Sequence[tuple[str, Sequence[_Curve]]]) -> bytes:
+def _grid(panels: Sequence[tuple[str, Sequence[Curve]]]) -> bytes:
     rows = -(-len(panels) // 3)
-    figure, axes = _figure(rows, 3, 10.0, 2.1 * rows + 0.4)
+    figure, axes = page.figure(rows, 3, 10.0, 2.1 * rows + 0.4)
     for ax, (key, curves) in zip(axes, panels, strict=False):
         _draw(ax, curves, health=True)
         ax.set_title(key, loc="left", fontsize=9)
     for ax in axes[len(panels) :]:
         ax.remove()
-    _legend(figure, axes[0])
-    return _png(figure)
+    page.legend(figure, axes[0])
+    return page.png(figure)
 
 
 # The page
-
-STYLE = """
-:root { color-scheme: light dark; --ink: #1b1f24; --soft: #5b6570; --line: #dfe3e8; --back: #fff; --card: #f6f7f9; }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e4e7eb; --soft: #9aa4af; --line: #343b43; --back: #14171a; --card: #1d2125; }
-}
-body { margin: 0 auto; padding: 2.5rem 1.5rem 4rem; max-width: 960px; background: var(--back); color: var(--ink);
-  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
-h1 { font-size: 1.75rem; margin: 0; } h2 { margin: 3rem 0 0; padding-top: 2rem; border-top: 1px solid var(--line); }
-h3 { font-size: 1rem; margin: 2.2rem 0 .6rem; } a { color: inherit; }
-.id { color: var(--soft); margin: .2rem 0 0; overflow-wrap: anywhere; }
-.score { margin: 1.2rem 0 .2rem; font-size: 2.1rem; font-weight: 600; font-variant-numeric: tabular-nums; }
-.score small { font-size: 1.15rem; font-weight: 400; color: var(--soft); margin-left: .4rem; }
-.about { margin: 0 0 1.4rem; color: var(--soft); }
-.wide { overflow-x: auto; }
-table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .32rem .75rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--line); }
-th:first-child, td:first-child { text-align: left; padding-left: 0; white-space: normal; min-width: 5rem; }
-summary { cursor: pointer; font-size: .875rem; color: var(--soft); } th { color: var(--soft); font-weight: 500; }
-tr.best td { font-weight: 600; }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .25rem 1.2rem; margin: 1rem 0; font-size: .875rem; }
-dt { color: var(--soft); } dd { margin: 0; overflow-wrap: anywhere; }
-img { max-width: 100%; height: auto; border-radius: 6px; background: #fff; }
-@media (prefers-color-scheme: dark) { img { padding: .6rem; box-sizing: border-box; } }
-figure { margin: 1rem 1rem 1rem 0; display: inline-block; vertical-align: top; }
-figcaption { color: var(--soft); font-size: .8rem; }
-pre { background: var(--card); border: 1px solid var(--line); border-radius: 6px; padding: .8rem 1rem; margin: .4rem 0;
-  overflow-x: auto; font: 12.5px/1.5 ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace; }
-"""
-
-
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]], best: str | None = None) -> str:
-    head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
-    lines = [
-        f"<tr{' class=best' if row[0] == best else ''}>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows
-    ]
-    return f"<div class=wide><table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>"
-
-
-def _terms(pairs: Iterable[tuple[str, str]]) -> str:
-    return f"<dl>{''.join(f'<dt>{escape(name)}</dt><dd>{escape(text)}</dd>' for name, text in pairs)}</dl>"
-
-
-def _image(data: bytes, caption: str, kind: str = "png") -> str:
-    source = f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
-    return f'<figure><img alt="" src="{source}"><figcaption>{escape(caption)}</figcaption></figure>'
 
 
 def _best(summary: dict) -> dict:
@@ -552,29 +446,29 @@ def _best(summary: dict) -> dict:
 
 def _headline(summary: dict) -> str:
     setting = _best(summary)
-    _, seeds, centre, interval, *_ = _result_rows([setting])[0]
+    _, seeds, centre, interval, *_ = result_rows([setting])[0]
     interval = "" if interval == "n/a" else interval
     about = f"IQM{' [95% bootstrap interval]' if interval else ''} over {seeds} seed{'' if seeds == '1' else 's'}"
     about += f", {summary['best']}, the best of {len(summary['settings'])} settings" if summary["best"] else ""
     about += "" if setting["spread"] == "established" else f"; {setting['spread']}"
-    about += f". Random policy: {_random_line(summary['random'], [setting])}."
+    about += f". Random policy: {random_line(summary['random'], [setting])}."
     return f"<p class=score>{centre} <small>{interval}</small></p><p class=about>{escape(about)}</p>"
 
 
 def _seed_table(summary: dict) -> str:
     header = ["setting", "seed", "return", "std over episodes", "episode length", "episodes", "unfinished"]
     header = header if summary["metric"] == EVALUATION else header[:3]
-    number = _numbers(seed["return"] for setting in summary["settings"] for seed in setting["seeds"])
+    number = page.number_format(seed["return"] for setting in summary["settings"] for seed in setting["seeds"])
     rows = []
     for setting in summary["settings"]:
         for seed in setting["seeds"]:
             spread, length, *counts = (seed.get(key) for key in DETAILS)
-            cells = [number(seed["return"]), number(spread), _numbers([length])(length), *map(_count, counts)]
+            cells = [number(seed["return"]), number(spread), page.number_format([length])(length), *map(_count, counts)]
             rows.append([setting["label"], str(seed["seed"]), *cells][: len(header)])
         for lost in setting["failed"]:
             rows.append([setting["label"], str(lost["seed"]), "failed", *("" for _ in header[3:])])
     first = 0 if summary["best"] else 1
-    table = _table(header[first:], [row[first:] for row in rows])
+    table = page.table(header[first:], [row[first:] for row in rows])
     return f"<details><summary>{len(rows)} seeds</summary>{table}</details>" if len(rows) > 20 else table
 
 
@@ -583,7 +477,7 @@ def _samples(run: Run) -> str:
     for file in sorted((run.path / "samples").rglob("*")):
         name = str(file.relative_to(run.path / "samples"))
         if file.suffix == ".gif":
-            parts.append(_image(file.read_bytes(), name, "gif"))
+            parts.append(page.image(file.read_bytes(), name, "gif"))
         elif file.suffix == ".txt":
             text = escape(file.read_text(encoding="utf-8", errors="replace"))
             parts.append(f"<figcaption>{escape(name)}</figcaption><pre>{text}</pre>")
@@ -608,7 +502,7 @@ def _provenance(run: Run, summary: dict) -> str:
         ("devices", devices),
         *((key, str(info.get(key) or "n/a")) for key in ("platform", "started", "finished")),
     ]
-    return _terms([*_costs(summary), *pairs])
+    return page.terms([*_costs(summary), *pairs])
 
 
 def _citation(info: dict) -> str:
@@ -622,15 +516,18 @@ def _citation(info: dict) -> str:
 
 def _section(run: Run, summary: dict, heading: str) -> str:
     title, settings = _title(summary), summary["settings"]
-    found = [(key, _curves(run, settings, key)) for key in (EVALUATION, TRAINING)]
+    found = [(key, curves_of(run, settings, key)) for key in (EVALUATION, TRAINING)]
     panels = [(key, curves) for key, curves in found if curves]
-    curve = _image(_learning_curve(panels, summary["random"]), _caption(panels[0][1])) if panels else ""
-    grids = {name: _image(grid, f"{_caption(curves)}; against environment steps") for name, curves, grid in _grids(run, summary)}
+    curve = page.image(learning_curve(panels, summary["random"]), curve_caption(panels[0][1])) if panels else ""
+    grids = {
+        name: page.image(grid, f"{curve_caption(curves)}; against environment steps")
+        for name, curves, grid in _grids(run, summary)
+    }
     warned = [] if summary["warnings"] is None else _warnings(summary) or [("warnings", "none")]
     parts = {
-        "Results": _table(RESULTS, _result_rows(settings), summary["best"]) + _terms(_facts(summary)),
+        "Results": page.table(RESULTS, result_rows(settings), summary["best"]) + page.terms(_facts(summary)),
         "Seeds": _seed_table(summary),
-        "Health": (_terms(warned) if warned else "") + grids.pop("Health", ""),
+        "Health": (page.terms(warned) if warned else "") + grids.pop("Health", ""),
         **grids,
         "Samples": _samples(run),
         "Provenance": _provenance(run, summary),
@@ -642,27 +539,33 @@ def _section(run: Run, summary: dict, heading: str) -> str:
     return head + "".join(f"<h3>{name}</h3>{part}" for name, part in parts.items() if part)
 
 
+def side_by_side(members: Sequence[tuple[Run, dict, dict]], random: dict | None) -> str:
+    """(run, its summary, one of its settings) for each member: their curves in one plot, and a table with a row for each."""
+    members = [(run, summary, {"style": i, **setting}) for i, (run, summary, setting) in enumerate(members)]
+    settings = [setting for _, _, setting in members]
+    curves = [curve for run, of, setting in members for curve in curves_of(run, [setting], of["metric"])]
+    metric = EVALUATION if any(of["metric"] == EVALUATION for _, of, _ in members) else TRAINING
+    image = page.image(learning_curve([(metric, curves)], random), curve_caption(curves)) if curves else ""
+    costs = [[_count(of["steps_done"]), _duration(of["wall_seconds"])] for _, of, _ in members]
+    rows = [row + cost for row, cost in zip(result_rows(settings), costs, strict=True)]
+    table = page.table([*RESULTS, "steps", "wall time of the run"], rows)
+    return f"{image}{table}{page.terms([('random', random_line(random, settings))])}"
+
+
 def _comparison(runs: Sequence[Run], summaries: Sequence[dict]) -> str:
-    """For each environment, the runs' curves in one plot and a table with a row a run."""
+    """For each environment, the runs by their best settings, side by side."""
     names = [summary["name"] for summary in summaries]
     links = [f'<a href="#{escape(_run_id(summary))}">{escape(_run_id(summary))}</a>' for summary in summaries]
     parts = [f"<h1>Comparison of {len(runs)} runs</h1><p class=id>{', '.join(links)}</p>"]
     for env in dict.fromkeys(summary["env"] for summary in summaries):
-        curves, settings, costs = [], [], []
-        here = [pair for pair in zip(runs, summaries, strict=True) if pair[1]["env"] == env]
-        for run, summary in here:
+        members = []
+        for run, summary in zip(runs, summaries, strict=True):
             label = summary["name"] if names.count(summary["name"]) == 1 else _run_id(summary)
             label += f" ({summary['best']}, best of {len(summary['settings'])})" if summary["best"] else ""
             label += "" if summary["metric"] == EVALUATION else " (training return)"
-            settings.append({**_best(summary), "label": label})
-            curves += _curves(run, settings[-1:], summary["metric"])
-            costs.append([_count(summary["steps_done"]), _duration(summary["wall_seconds"])])
-        random = next((summary["random"] for _, summary in here if summary["random"]), None)
-        metric = EVALUATION if any(summary["metric"] == EVALUATION for _, summary in here) else TRAINING
-        image = _image(_learning_curve([(metric, curves)], random), _caption(curves)) if curves else ""
-        rows = [row + cost for row, cost in zip(_result_rows(settings), costs, strict=True)]
-        table = _table(["run", *RESULTS[1:], "steps", "wall time"], rows)
-        parts.append(f"<h3>{escape(env)}</h3>{image}{table}{_terms([('random', _random_line(random, settings))])}")
+            members += [(run, summary, {**_best(summary), "label": label})] if summary["env"] == env else []
+        random = next((summary["random"] for _, summary, _ in members if summary["random"]), None)
+        parts.append(f"<h3>{escape(env)}</h3>{side_by_side(members, random)}")
     return "".join(parts)
 
 
@@ -675,12 +578,10 @@ def write_report(paths: str | Path | Sequence[str | Path], out: str | Path | Non
     runs = [read_run(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
     if not runs:
         raise ValueError("a report needs a run directory or more")
-    summaries = [_summarize(run) for run in runs]
+    summaries = [summarize(run) for run in runs]
     several = len(runs) > 1
     sections = [_section(run, of, "h2" if several else "h1") for run, of in zip(runs, summaries, strict=True)]
     title = f"Comparison of {len(runs)} runs" if several else _title(summaries[0])
     body = "\n".join([_comparison(runs, summaries), *sections] if several else sections)
-    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(title)}</title>'
-    page = f'<!doctype html>\n<html lang="en"><head>{head}<style>{STYLE}</style></head>\n<body>{body}</body></html>\n'
     default = Path("report.html") if several else runs[0].path / "report.html"
-    return _write(default if out is None else Path(out), page.encode())
+    return page.write_whole(default if out is None else Path(out), page.document(title, body))

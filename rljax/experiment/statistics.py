@@ -1,8 +1,9 @@
 """Aggregate scores over seeds, and how sure of them one can be.
 
-The interquartile mean and its stratified bootstrap interval of Agarwal et al. (2021), "Deep Reinforcement Learning
-at the Edge of the Statistical Precipice", arXiv:2108.13264. A score is one number a seed: the mean over that seed's
-evaluation episodes. Seeds are what is independent between runs, so seeds are what is resampled, never episodes.
+The interquartile mean, the probability of improvement, performance profiles and their stratified bootstrap intervals of
+Agarwal et al. (2021), "Deep Reinforcement Learning at the Edge of the Statistical Precipice", arXiv:2108.13264. A score is
+one number a seed: the mean over that seed's evaluation episodes. Seeds are what is independent between runs, so seeds are
+what is resampled, never episodes.
 """
 
 from collections.abc import Callable, Sequence
@@ -86,6 +87,84 @@ def bootstrap_intervals(table: np.ndarray, resamples: int) -> np.ndarray:
         rng=np.random.default_rng(0),
     )
     return np.stack(result.confidence_interval, axis=-1)
+
+
+def _pairs_of_tasks(x: Scores, y: Scores) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The tasks of both, one by one; raises ValueError where they do not have as many, or as `_tasks`."""
+    tasks = _tasks(x), _tasks(y)
+    if len(tasks[0]) != len(tasks[1]):
+        raise ValueError(f"x has scores of {len(tasks[0])} tasks and y of {len(tasks[1])}: they are compared task by task")
+    return list(zip(*tasks, strict=True))
+
+
+def _wins(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """[N, K]: 1 where a score of `x` [N] is above one of `y` [K], 1/2 where they are equal, else 0."""
+    return (x[:, None] > y) + 0.5 * (x[:, None] == y)
+
+
+def _draws(size: int, resamples: int, rng: np.random.Generator) -> np.ndarray:
+    """[resamples, size]: what share of each bootstrap sample is each of the `size` seeds."""
+    return rng.multinomial(size, np.full(size, 1 / size), resamples) / size
+
+
+def probability_of_improvement(x: Scores, y: Scores) -> float:
+    """P(X > Y): how often a seed of `x` scores above a seed of `y`, with ties counted one half, averaged over tasks.
+
+    On one task with N scores of x and K of y it is sum_ij S(x_i, y_j) / (N K), where S is 1, 1/2 or 0: the Mann-Whitney statistic
+    over its largest value. It does not ask by how much, so tasks of different scales may be averaged. `x` and `y` are [seeds],
+    [tasks, seeds], or one [seeds] array a task, of the same tasks in the same order; numbers of seeds may differ.
+    Raises ValueError where scores are empty or not finite, or the tasks are not as many. Source: arXiv:2108.13264, section 4.3.
+    """
+    return float(np.mean([_wins(*pair).mean() for pair in _pairs_of_tasks(x, y)]))
+
+
+def improvement_interval(x: Scores, y: Scores, resamples: int = 10_000, seed: int = 0) -> tuple[float, float]:
+    """95% stratified percentile bootstrap interval (low, high) of `probability_of_improvement`, of whose arguments it is.
+
+    Seeds of x and seeds of y are drawn with replacement, apart from each other and within each task. Equal arguments give an
+    equal interval. Where one of them has a single seed on a task it is (nan, nan). Scores that do not overlap give (1, 1) or
+    (0, 0), however few they are: no resample of them overlaps. Raises as `probability_of_improvement`.
+    Source: arXiv:2108.13264, sections 4.1 and 4.3.
+    """
+    pairs = _pairs_of_tasks(x, y)
+    if min(scores.size for pair in pairs for scores in pair) < 2:
+        return float("nan"), float("nan")
+    rng = np.random.default_rng(seed)
+    resampled = np.zeros(resamples)
+    for of_x, of_y in pairs:
+        drawn = _draws(of_x.size, resamples, rng), _draws(of_y.size, resamples, rng)
+        resampled += ((drawn[0] @ _wins(of_x, of_y)) * drawn[1]).sum(1) / len(pairs)
+    # Shares add up to 1 only as nearly as floats do.
+    low, high = np.clip(np.percentile(resampled, [2.5, 97.5]).round(12), 0.0, 1.0)
+    return float(low), float(high)
+
+
+def performance_profile(scores: Scores, thresholds: ArrayLike) -> np.ndarray:
+    """[thresholds]: the share of runs that score above each threshold, averaged over tasks; a run-score distribution.
+
+    `scores` is [seeds], [tasks, seeds], or one [seeds] array a task, and must be on one scale: a threshold means the same on
+    every task. Raises ValueError where scores are empty or not finite. Source: arXiv:2108.13264, section 4.2.
+    """
+    return np.mean([_above(task, thresholds).mean(0) for task in _tasks(scores)], axis=0)
+
+
+def profile_band(scores: Scores, thresholds: ArrayLike, resamples: int = 2_000, seed: int = 0) -> np.ndarray:
+    """[thresholds, 2]: 95% stratified percentile bootstrap interval (low, high) of `performance_profile` at each threshold.
+
+    Pointwise: each threshold is covered by itself, not the whole curve at once. NaN where a task has a single seed. Raises as
+    `performance_profile`. Source: arXiv:2108.13264, section 4.2.
+    """
+    tasks = _tasks(scores)
+    if min(task.size for task in tasks) < 2:
+        return np.full((np.size(thresholds), 2), np.nan)
+    rng = np.random.default_rng(seed)
+    resampled = sum(_draws(task.size, resamples, rng) @ _above(task, thresholds) for task in tasks) / len(tasks)
+    return np.clip(np.percentile(resampled, [2.5, 97.5], axis=0).T.round(12), 0.0, 1.0)
+
+
+def _above(task: np.ndarray, thresholds: ArrayLike) -> np.ndarray:
+    """[seeds, thresholds]: 1 where the score of a seed is above a threshold."""
+    return (task[:, None] > np.asarray(thresholds)).astype(np.float64)
 
 
 def best_of_n(scores: np.ndarray, values: np.ndarray, n: int) -> np.ndarray:

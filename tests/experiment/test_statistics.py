@@ -3,8 +3,18 @@ import warnings
 
 import numpy as np
 import pytest
+from scipy import stats
 
-from rljax.experiment.statistics import best_of_n, bootstrap_interval, bootstrap_intervals, iqm
+from rljax.experiment.statistics import (
+    best_of_n,
+    bootstrap_interval,
+    bootstrap_intervals,
+    improvement_interval,
+    iqm,
+    performance_profile,
+    probability_of_improvement,
+    profile_band,
+)
 
 
 def test_iqm_by_hand():
@@ -95,3 +105,61 @@ def test_best_of_n_by_enumeration():
         np.testing.assert_allclose(best_of_n(scores, values, n), expected)
     with pytest.raises(ValueError, match="n must be 1 to the 4"):
         best_of_n(scores, values, 5)
+
+
+def test_probability_of_improvement_by_hand():
+    assert probability_of_improvement([3.0, 1.0], [2.0, 0.0]) == 3 / 4  # of the four pairs 1 against 2 is lost
+    assert probability_of_improvement([1.0, 1.0], [1.0]) == 1 / 2
+    assert probability_of_improvement([1.0, 2.0, 3.0], [2.0]) == (0 + 1 / 2 + 1) / 3
+    x, y = [[1.0, 2.0], [500.0, 600.0, 700.0]], [[0.0], [550.0]]
+    assert probability_of_improvement(x, y) == (1 + 2 / 3) / 2  # a task counts once, whatever its scale and seeds
+    assert probability_of_improvement(y, x) == pytest.approx(1 - (1 + 2 / 3) / 2)
+
+
+def test_probability_of_improvement_is_that_of_mann_and_whitney():
+    x, y = np.random.default_rng(0).integers(0, 6, (2, 9)), np.random.default_rng(1).integers(0, 6, 7)
+    expected = [stats.mannwhitneyu(task, y).statistic / (9 * 7) for task in x]
+    assert probability_of_improvement(x, [y, y]) == pytest.approx(np.mean(expected))
+
+
+def test_interval_of_an_improvement_is_binomial_against_a_constant():
+    # Of N scores k are above the others, which are all equal: a resample is a binomial draw of N with probability k / N.
+    x = [1.0] * 7 + [-1.0] * 3
+    expected = stats.binom.ppf([0.025, 0.975], 10, 0.7) / 10
+    np.testing.assert_allclose(improvement_interval(x, [0.0] * 4), expected)
+    np.testing.assert_allclose(improvement_interval([0.0] * 4, x), 1 - expected[::-1])
+
+
+def test_interval_of_an_improvement_matches_a_plain_bootstrap_and_is_stratified():
+    rng = np.random.default_rng(2)
+    x, y = [rng.normal(0.5, 1, 8), rng.normal(100, 1, 6)], [rng.normal(0, 1, 5), rng.normal(101, 1, 9)]
+    drawn = [probability_of_improvement(*([rng.choice(task, task.size) for task in of] for of in (x, y))) for _ in range(4_000)]
+    np.testing.assert_allclose(improvement_interval(x, y), np.percentile(drawn, [2.5, 97.5]), atol=0.02)
+    assert improvement_interval(x, y) == improvement_interval(x, y)
+    # One task is surely won and the other surely lost: no doubt about one half.
+    assert improvement_interval([[1.0] * 3, [0.0] * 3], [[0.0] * 3, [1.0] * 3]) == (0.5, 0.5)
+
+
+def test_intervals_of_an_improvement_at_the_ends():
+    assert improvement_interval([2.0, 3.0, 4.0], [0.0, 1.0]) == (1.0, 1.0)
+    assert np.isnan(improvement_interval([2.0, 3.0], [1.0])).all()
+    with pytest.raises(ValueError, match="x has scores of 2 tasks and y of 1"):
+        probability_of_improvement([[1.0], [2.0]], [1.0])
+    with pytest.raises(ValueError, match="drop failed seeds"):
+        improvement_interval([1.0, np.nan], [1.0, 2.0])
+
+
+def test_performance_profile_by_hand():
+    scores = [[0.0, 1.0], [1.0, 2.0, 3.0, 4.0]]
+    # Above 0: 1/2 and 4/4; above 1, strictly: 0 and 3/4; above 4: none.
+    np.testing.assert_allclose(performance_profile(scores, [-1.0, 0.0, 1.0, 4.0]), [1.0, 3 / 4, 3 / 8, 0.0])
+    np.testing.assert_allclose(performance_profile([1.0, 2.0, 3.0], [1.5]), [2 / 3])
+
+
+def test_band_of_a_profile_is_binomial():
+    scores = [1.0] * 7 + [3.0] * 3
+    band = profile_band(scores, [0.0, 2.0, 5.0], resamples=20_000)
+    np.testing.assert_allclose(band, [[1.0, 1.0], stats.binom.ppf([0.025, 0.975], 10, 0.3) / 10, [0.0, 0.0]])
+    # Without spread within a task there is none, however far apart the tasks are.
+    np.testing.assert_allclose(profile_band([[0.0] * 3, [9.0] * 3], [5.0]), [[0.5, 0.5]])
+    assert np.isnan(profile_band([[0.0, 1.0], [2.0]], [0.5, 1.5])).all()
