@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from rljax import sharding
 from rljax.agents import Agent, make_agent, reward_model
 from rljax.envs import Environment, Tokens, make_env
 from rljax.envs.wrappers import LearnedReward, as_evaluated
@@ -49,6 +50,7 @@ class Program:
       env: the environment of the first lane.
       bind: a lane's ``(environment, agent)``.
       traces: how often each function was traced, by name.
+      rests: where states rest between calls, if lanes are split: see `rljax.sharding.of_states`; else None.
     """
 
     experiment: Experiment
@@ -69,6 +71,7 @@ class Program:
     env: Any
     bind: Any
     traces: dict[str, int]
+    rests: Any = None
 
     def steps_at(self, chunk: int) -> int:
         """Environment steps per seed after ``chunk`` chunks, as a Python integer (int32 would overflow at 2.1e9)."""
@@ -78,12 +81,17 @@ class Program:
         return chunk % self.chunks_per_eval == 0 or chunk == self.num_chunks
 
     def pad(self, tree: Any) -> Any:
-        """Puts arrays ``[num_lanes, ...]`` on the devices, padded."""
+        """Puts arrays ``[num_lanes, ...]`` on the devices, padded where these divide lanes."""
+        if self.rests is not None:
+            return jax.device_put(tree, sharding.of_states(tree, self.mesh, self.experiment.shard))
         return jax.device_put(_pad(tree, self.mesh.size), NamedSharding(self.mesh, PartitionSpec(AXIS)))
 
     def share(self, tree: Any) -> Any:
-        """Puts arrays that all lanes share on the devices, one copy on each."""
-        return jax.device_put(tree, NamedSharding(self.mesh, PartitionSpec()))
+        """Puts arrays that all lanes share on the devices: one copy on each, or, where parameters are split, those as well."""
+        whole = NamedSharding(self.mesh, PartitionSpec())
+        if self.experiment.shard == "params" and "base" in tree:
+            return {**tree, "base": jax.device_put(tree["base"], sharding.of_params(tree["base"], self.mesh))}
+        return jax.device_put(tree, whole)
 
     def transcriber(self, episodes: int, greedy: bool, samples: int = 1) -> Any:
         """``(padded states, seed) -> Transcript`` of numpy arrays ``[num_lanes, episodes * samples, ...]``, compiled once; None
@@ -96,7 +104,7 @@ class Program:
             env, agent = self.bind(lane)
             return transcribe(agent, env, state, jax.random.key(seed), episodes, greedy, data, samples)
 
-        program = _lift(transcribe_lane, self.mesh, _how(self.experiment, self.mesh, self.env_steps))
+        program = _lift(transcribe_lane, self.mesh, _how(self.experiment, self.mesh, self.env_steps), self.rests)
 
         def say(states: Any, seed: int) -> Transcript:
             seeds = self.pad(np.full(self.num_lanes, seed, np.uint32))
@@ -170,8 +178,9 @@ def build(
 
     lanes = _stack(experiment)
     num_lanes = len(experiment.lanes())
-    devices = (devices or jax.devices())[:num_lanes]
-    mesh = Mesh(np.asarray(devices), (AXIS,))
+    devices = devices or jax.devices()
+    is_split = experiment.shard != "lanes"
+    mesh = Mesh(np.asarray(devices if is_split else devices[:num_lanes]), (sharding.AXIS if is_split else AXIS,))
     example = jax.tree.map(lambda x: x[0], lanes)
     agent = _checked(lambda: _agent(bind, example))
     if agent.learns_from == "data" and not experiment.data:
@@ -201,7 +210,12 @@ def build(
     updates = max(1, -(-(experiment.total_steps - agent.init_steps) // agent.env_steps))
     updates_per_chunk = max(1, -(-updates // (experiment.evals * CHUNKS_PER_EVAL)))
     num_chunks = -(-updates // updates_per_chunk)
-    how = _how(experiment, mesh, agent.env_steps)
+    how, rests = _how(experiment, mesh, agent.env_steps), None
+    if is_split:
+        shared = None if dataset is None else {"dataset": dataset}
+        with sharding.split_over(mesh):
+            states = _checked(lambda: jax.eval_shape(lambda lanes: jax.lax.map(lambda lane: init(lane, shared), lanes), lanes))
+        rests = sharding.of_states(states, mesh, experiment.shard)
     program = Program(
         experiment=experiment,
         num_lanes=num_lanes,
@@ -214,13 +228,14 @@ def build(
         init_steps=agent.init_steps,
         data=None,
         about=about,
-        init=_lift(init, mesh, how),
-        init_from=_lift(init_from, mesh, how),
-        chunk=_lift(chunk, mesh, how, donate_argnums=(1,)),
-        evaluate=_lift(evaluate, mesh, how),
+        init=_lift(init, mesh, how, rests),
+        init_from=_lift(init_from, mesh, how, rests),
+        chunk=_lift(chunk, mesh, how, rests, donate_argnums=(1,)),
+        evaluate=_lift(evaluate, mesh, how, rests),
         env=first_env,
         bind=bind,
         traces=traces,
+        rests=rests,
     )
     data = None if dataset is None else program.share({"dataset": dataset})
     return dataclasses.replace(program, lanes=program.pad(lanes), data=data)
@@ -305,20 +320,26 @@ IN_TURN = 2**15  # numbers in the activations of a layer above which a CPU gains
 def _how(experiment: Experiment, mesh: Mesh, env_steps: int) -> str:
     """How the lanes of one device run.
 
-    One lane is not mapped at all, since XLA runs a batch of one slower than no batch. Those of a transformer take turns on a CPU,
-    unless an update is tiny: matrices of several lanes are multiplied slower there than those of one, and one by one they need
-    the memory of one.
+    Those that are split over all devices take turns. One lane is not mapped at all, since XLA runs a batch of one slower than no
+    batch. Those of a transformer take turns on a CPU, unless an update is tiny: matrices of several lanes are multiplied slower
+    there than those of one, and one by one they need the memory of one.
     """
-    if len(experiment.lanes()) <= mesh.size:
+    lanes = len(experiment.lanes())
+    if experiment.shard != "lanes":
+        return "alone" if lanes == 1 else "in turn"
+    if lanes <= mesh.size:
         return "alone"
     model = getattr(experiment.algo, "model", None)
     is_cpu = mesh.devices.flat[0].platform == "cpu"
     return "in turn" if is_cpu and model is not None and env_steps * model.width >= IN_TURN else "at once"
 
 
-def _lift(function: Callable[..., Any], mesh: Mesh, how: str, donate_argnums: tuple[int, ...] = ()) -> Any:
-    """Jits a function of one lane over all lanes: sharded over the devices, mapped within each as `_how` says; its last argument
-    is shared."""
+def _lift(function: Callable[..., Any], mesh: Mesh, how: str, rests: Any, donate_argnums: tuple[int, ...] = ()) -> Any:
+    """Jits a function of one lane over all lanes, whose last argument is shared.
+
+    The lanes are sharded over the devices and mapped within each as `_how` says; or, with ``rests``, each is split over all of
+    them, see `rljax.sharding`.
+    """
 
     def mapped(*args):
         own, shared = args[:-1], args[-1]
@@ -328,9 +349,19 @@ def _lift(function: Callable[..., Any], mesh: Mesh, how: str, donate_argnums: tu
             return jax.lax.map(lambda lane: function(*lane, shared), own)
         return jax.vmap(lambda *lane: function(*lane, shared))(*own)
 
+    names = list(inspect.signature(function).parameters)
+    if rests is not None:
+        whole = NamedSharding(mesh, PartitionSpec())
+        comes = tuple(rests if name == "state" else None for name in names)  # None: as what is given is
+        goes = {"init": rests, "init_from": rests, "chunk": (rests, whole, whole)}.get(function.__name__, whole)
+
+        def split(*args):
+            with sharding.split_over(mesh):
+                return mapped(*args)
+
+        return jax.jit(split, in_shardings=comes, out_shardings=goes, donate_argnums=donate_argnums)
     spec, shared = PartitionSpec(AXIS), PartitionSpec()
-    num_args = len(inspect.signature(function).parameters)
-    specs = (spec,) * (num_args - 1) + (shared,)
+    specs = (spec,) * (len(names) - 1) + (shared,)
     shardings = tuple(NamedSharding(mesh, s) for s in specs)
     sharded = jax.shard_map(mapped, mesh=mesh, in_specs=specs, out_specs=spec, check_vma=False)
     return jax.jit(sharded, in_shardings=shardings, out_shardings=shardings[0], donate_argnums=donate_argnums)
