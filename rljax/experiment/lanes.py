@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import inspect
+import math
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -50,6 +52,8 @@ class Program:
       env: the environment of the first lane.
       bind: a lane's ``(environment, agent)``.
       traces: how often each function was traced, by name.
+      at_once: how many lanes of a device run at once; the others wait for their turn.
+      lift: ``(at_once) -> {"init", "init_from", "chunk", "evaluate"}``, compiled so.
       rests: where states rest between calls, if lanes are split: see `rljax.sharding.of_states`; else None.
     """
 
@@ -71,11 +75,22 @@ class Program:
     env: Any
     bind: Any
     traces: dict[str, int]
+    at_once: int
+    lift: Any
     rests: Any = None
 
     def steps_at(self, chunk: int) -> int:
         """Environment steps per seed after ``chunk`` chunks, as a Python integer (int32 would overflow at 2.1e9)."""
         return self.init_steps + chunk * self.updates_per_chunk * self.env_steps
+
+    def compiled(self) -> tuple["Program", Any]:
+        """``(program, its chunk, compiled)``, with half as many lanes at once as often as these need more than a device has."""
+        states = jax.eval_shape(self.init, self.lanes, self.data)
+        chunk = self.chunk.lower(self.lanes, states, self.data).compile()
+        if self.at_once == 1 or bytes_needed(chunk) <= bytes_free(self.mesh):
+            return self, chunk
+        fewer = -(-self.at_once // 2)
+        return dataclasses.replace(self, at_once=fewer, **self.lift(fewer)).compiled()
 
     def evaluates_at(self, chunk: int) -> bool:
         return chunk % self.chunks_per_eval == 0 or chunk == self.num_chunks
@@ -104,7 +119,7 @@ class Program:
             env, agent = self.bind(lane)
             return transcribe(agent, env, state, jax.random.key(seed), episodes, greedy, data, samples)
 
-        program = _lift(transcribe_lane, self.mesh, _how(self.experiment, self.mesh, self.env_steps), self.rests)
+        program = _lift(transcribe_lane, self.mesh, self.at_once, self.rests)
 
         def say(states: Any, seed: int) -> Transcript:
             seeds = self.pad(np.full(self.num_lanes, seed, np.uint32))
@@ -210,12 +225,19 @@ def build(
     updates = max(1, -(-(experiment.total_steps - agent.init_steps) // agent.env_steps))
     updates_per_chunk = max(1, -(-updates // (experiment.evals * CHUNKS_PER_EVAL)))
     num_chunks = -(-updates // updates_per_chunk)
-    how, rests = _how(experiment, mesh, agent.env_steps), None
+    rests = None
     if is_split:
         shared = None if dataset is None else {"dataset": dataset}
         with sharding.split_over(mesh):
             states = _checked(lambda: jax.eval_shape(lambda lanes: jax.lax.map(lambda lane: init(lane, shared), lanes), lanes))
         rests = sharding.of_states(states, mesh, experiment.shard)
+
+    def lift(at_once: int) -> dict[str, Any]:
+        over = functools.partial(_lift, mesh=mesh, at_once=at_once, rests=rests)
+        functions = {"init": over(init), "init_from": over(init_from), "evaluate": over(evaluate)}
+        return {**functions, "chunk": over(chunk, donate_argnums=(1,))}
+
+    at_once = _at_once(experiment, mesh, agent.env_steps)
     program = Program(
         experiment=experiment,
         num_lanes=num_lanes,
@@ -228,14 +250,13 @@ def build(
         init_steps=agent.init_steps,
         data=None,
         about=about,
-        init=_lift(init, mesh, how, rests),
-        init_from=_lift(init_from, mesh, how, rests),
-        chunk=_lift(chunk, mesh, how, rests, donate_argnums=(1,)),
-        evaluate=_lift(evaluate, mesh, how, rests),
         env=first_env,
         bind=bind,
         traces=traces,
+        at_once=at_once,
+        lift=lift,
         rests=rests,
+        **lift(at_once),
     )
     data = None if dataset is None else program.share({"dataset": dataset})
     return dataclasses.replace(program, lanes=program.pad(lanes), data=data)
@@ -317,36 +338,52 @@ def _pad(tree: Any, multiple: int) -> Any:
 IN_TURN = 2**15  # numbers in the activations of a layer above which a CPU gains nothing from batching lanes
 
 
-def _how(experiment: Experiment, mesh: Mesh, env_steps: int) -> str:
-    """How the lanes of one device run.
+def _at_once(experiment: Experiment, mesh: Mesh, env_steps: int) -> int:
+    """How many lanes of one device run at once, if there is memory for them.
 
-    Those that are split over all devices take turns. One lane is not mapped at all, since XLA runs a batch of one slower than no
-    batch. Those of a transformer take turns on a CPU, unless an update is tiny: matrices of several lanes are multiplied slower
-    there than those of one, and one by one they need the memory of one.
+    Those that are split over all devices take turns. So do those of a transformer on a CPU, unless an update is tiny: matrices of
+    several lanes are multiplied slower there than those of one, and one by one they need the memory of one.
     """
-    lanes = len(experiment.lanes())
-    if experiment.shard != "lanes":
-        return "alone" if lanes == 1 else "in turn"
-    if lanes <= mesh.size:
-        return "alone"
     model = getattr(experiment.algo, "model", None)
     is_cpu = mesh.devices.flat[0].platform == "cpu"
-    return "in turn" if is_cpu and model is not None and env_steps * model.width >= IN_TURN else "at once"
+    if experiment.shard != "lanes" or (is_cpu and model is not None and env_steps * model.width >= IN_TURN):
+        return 1
+    return -(-len(experiment.lanes()) // mesh.size)
 
 
-def _lift(function: Callable[..., Any], mesh: Mesh, how: str, rests: Any, donate_argnums: tuple[int, ...] = ()) -> Any:
+def bytes_needed(compiled: Any) -> int:
+    """What a compiled program takes on each device, by its own account; 0 where it has none."""
+    memory = compiled.memory_analysis()
+    if memory is None:
+        return 0
+    return memory.temp_size_in_bytes + memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+
+
+def bytes_free(mesh: Mesh) -> float:
+    """What each device has for a program: nine tenths of its memory, or of the host's, which its devices share."""
+    device = mesh.devices.flat[0]
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if stats and stats.get("bytes_limit"):
+        return 0.9 * stats["bytes_limit"]
+    if device.platform != "cpu" or not hasattr(os, "sysconf"):
+        return math.inf
+    return 0.9 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / len(jax.local_devices())
+
+
+def _lift(function: Callable[..., Any], mesh: Mesh, at_once: int, rests: Any, donate_argnums: tuple[int, ...] = ()) -> Any:
     """Jits a function of one lane over all lanes, whose last argument is shared.
 
-    The lanes are sharded over the devices and mapped within each as `_how` says; or, with ``rests``, each is split over all of
-    them, see `rljax.sharding`.
+    The lanes are sharded over the devices, and ``at_once`` of those of a device are mapped together; or, with ``rests``, each is
+    split over all devices, see `rljax.sharding`. A single lane is not mapped, since XLA runs a batch of one slower than none.
     """
 
     def mapped(*args):
         own, shared = args[:-1], args[-1]
-        if how == "alone":
+        here = jax.tree.leaves(own)[0].shape[0]
+        if here == 1:
             return jax.tree.map(lambda x: x[None], function(*jax.tree.map(lambda x: x[0], own), shared))
-        if how == "in turn":
-            return jax.lax.map(lambda lane: function(*lane, shared), own)
+        if at_once < here:
+            return jax.lax.map(lambda lane: function(*lane, shared), own, batch_size=at_once if at_once > 1 else None)
         return jax.vmap(lambda *lane: function(*lane, shared))(*own)
 
     names = list(inspect.signature(function).parameters)

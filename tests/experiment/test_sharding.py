@@ -1,13 +1,15 @@
-"""One lane over eight devices, against one device."""
+"""One lane over eight devices, against one device; lanes that do not fit."""
 
 import json
 import os
 import subprocess
 import sys
 
+import jax
+import numpy as np
 import pytest
 
-from rljax.experiment import InputError, load
+from rljax.experiment import InputError, lanes, load
 from rljax.experiment.lanes import build
 
 PPO = {
@@ -86,3 +88,22 @@ def test_what_cannot_be_split_evenly_is_refused():
     with pytest.raises(InputError, match="shard: 15 copies, prompts or samples cannot be split evenly over 2 devices"):
         build(load(None, {**PPO, "shard": "envs", "algo.num_envs": 15, "algo.num_minibatches": 1}))
     assert load(None, PPO).hash == load(None, {**PPO, "shard": "envs"}).hash
+
+
+def test_lanes_that_do_not_fit_into_memory_take_turns(monkeypatch):
+    config = load(None, {**PPO, "seeds": [0, 1, 2, 3, 4, 5], "total_steps": 256})
+    jax.config.update("jax_disable_most_optimizations", True)
+    ends = []
+    for free in (1e12, 1.0):
+        monkeypatch.setattr(lanes, "bytes_free", lambda mesh, free=free: free)
+        program, chunk = build(config).compiled()
+        ends.append(chunk(program.lanes, program.init(program.lanes, program.data), program.data)[0].params)
+        assert program.at_once == (3 if free > 1 else 1)
+        assert lanes.bytes_needed(chunk) > 0
+    jax.config.update("jax_disable_most_optimizations", False)
+    for a, b in zip(*map(jax.tree.leaves, ends), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_memory_is_known_of_the_host():
+    assert 1e8 < lanes.bytes_free(build(load(None, PPO)).mesh) < 1e14
