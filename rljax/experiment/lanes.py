@@ -225,11 +225,11 @@ def build(
     updates = max(1, -(-(experiment.total_steps - agent.init_steps) // agent.env_steps))
     updates_per_chunk = max(1, -(-updates // (experiment.evals * CHUNKS_PER_EVAL)))
     num_chunks = -(-updates // updates_per_chunk)
-    rests = None
+    rests = states = None
     if is_split:
         shared = None if dataset is None else {"dataset": dataset}
         with sharding.split_over(mesh):
-            states = _checked(lambda: jax.eval_shape(lambda lanes: jax.lax.map(lambda lane: init(lane, shared), lanes), lanes))
+            states = _checked(lambda: jax.eval_shape(lambda: jax.lax.map(lambda lane: init(lane, shared), lanes)))
         rests = sharding.of_states(states, mesh, experiment.shard)
 
     def lift(at_once: int) -> dict[str, Any]:
@@ -259,7 +259,11 @@ def build(
         **lift(at_once),
     )
     data = None if dataset is None else program.share({"dataset": dataset})
-    return dataclasses.replace(program, lanes=program.pad(lanes), data=data)
+    program = dataclasses.replace(program, lanes=program.pad(lanes), data=data)
+    if is_split:  # what cannot be divided is found where it is traced
+        for function in (program.chunk, program.evaluate):
+            _checked(lambda function=function: jax.eval_shape(function, program.lanes, states, data))
+    return program
 
 
 def judge(experiment: Experiment, space: Any) -> RewardModel:
