@@ -57,6 +57,8 @@ PEERS = ("rejax", "sb3", "sbx", "purejaxrl", "orlax", "d3rlpy")  # each in an en
 CASES = {
     "small-1seed": Case(PPO_PEERS, PPO()),
     "small-8seeds": Case(PPO_PEERS, PPO(seeds=8)),
+    "small-64seeds": Case(("rljax", "rejax"), PPO(seeds=64, updates=100)),
+    "cores": Case(("rljax", "rljax-1core"), PPO(seeds=8)),  # as many host devices as `--devices`, beside one
     "large": Case(PPO_PEERS, PPO(num_envs=2048, num_steps=16, updates=64)),
     "sb3": Case(("rljax", "sb3"), PPO(), {"sb3": 40}),
     "brax": Case(
@@ -263,7 +265,7 @@ def main() -> None:
         parser.error("--purejaxrl needs --peers, where its environment is")
     if options.purejaxrl:
         options.purejaxrl = str(Path(options.purejaxrl).resolve())
-    pythons = {"rljax": sys.executable, "rljax-logged": sys.executable, "brax": sys.executable}
+    pythons = dict.fromkeys(("rljax", "rljax-logged", "rljax-1core", "brax"), sys.executable)
     wanted = {contender for name in options.case for contender in CASES[name].contenders}
     for peer in PEERS:
         if options.peers and peer in wanted and (peer != "purejaxrl" or options.purejaxrl):

@@ -933,9 +933,16 @@ def run_d3rlpy(s: Settings, channel: Channel) -> None:
     serve_offline(s, channel, fresh, lambda: None, train, parameters, ("d3rlpy", "torch"))
 
 
+def run_rljax_on_one_core(s: Settings, channel: Channel) -> None:
+    """rljax with one host device, kept to one core: what its devices are to be compared with."""
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    run_rljax(dataclasses.replace(s, devices=1), channel)
+
+
 CONTENDERS: dict[str, Callable[[Settings, Channel], None]] = {
     "rljax": run_rljax,
     "rljax-logged": functools.partial(run_rljax, all_metrics=True),
+    "rljax-1core": run_rljax_on_one_core,
     "rejax": run_rejax,
     "purejaxrl": run_purejaxrl,
     "sb3": run_sb3,
