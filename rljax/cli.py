@@ -152,8 +152,10 @@ def _run(arguments: argparse.Namespace) -> int:
     if len(rest) < len(arguments.arguments) - arguments.arguments.count("--fresh"):
         return _options("run", rest)
     from rljax.experiment import run, summary_text
+    from rljax.experiment.report import sweep_text
 
-    programs = _experiment(rest).programs()
+    experiment = _experiment(rest)
+    programs, members = experiment.programs(), []
     for i, program in enumerate(programs):
         if len(programs) > 1:
             print(f"program {i + 1} of {len(programs)}")
@@ -161,6 +163,10 @@ def _run(arguments: argparse.Namespace) -> int:
             result = run(program, fresh="--fresh" in arguments.arguments, listener=progress, argv=["rljax", *sys.argv[1:]])
         print(summary_text(result.summary))
         print(f"\n{result.path}/report.html")
+        fixed = {key: program.value(key) for key in experiment.sweep if key not in program.sweep}
+        members.append((fixed, result.summary))
+    if len(programs) > 1:
+        print(f"\n{sweep_text(members)}")
     return 0
 
 

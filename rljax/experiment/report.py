@@ -94,17 +94,20 @@ def _series(run: Run, key: str) -> dict[int, np.ndarray]:
 def _settings(info: dict[str, Any]) -> list[tuple[str, dict[str, Any], list[dict[str, Any]]]]:
     """(label, swept values, lanes) of each combination of swept values; a lane is one seed of it."""
     swept = list(info.get("sweep") or {})
-    short = [key.rpartition(".")[2] for key in swept]
-    names = short if len(set(short)) == len(short) else swept
     groups: dict[str, list[dict[str, Any]]] = {}
     for lane in info["lanes"]:
         groups.setdefault(json.dumps([lane.get(key) for key in swept]), []).append(lane)
     settings = []
     for lanes in groups.values():
         values = {key: lanes[0].get(key) for key in swept}
-        label = ", ".join(f"{name}={value}" for name, value in zip(names, values.values(), strict=True))
-        settings.append((label or info["agent"], values, lanes))
+        settings.append((_label(values) or info["agent"], values, lanes))
     return settings
+
+
+def _label(values: dict[str, Any]) -> str:
+    short = [key.rpartition(".")[2] for key in values]
+    names = short if len(set(short)) == len(short) else values
+    return ", ".join(f"{name}={value}" for name, value in zip(names, values.values(), strict=True))
 
 
 def _final_rows(run: Run, metric: str) -> dict[int, dict[str, Any]]:
@@ -272,6 +275,16 @@ def _warnings(summary: dict) -> list[tuple[str, str]]:
     return [("warning", sentence(warning, lanes)) for warning in summary["warnings"] or []]
 
 
+def _commands(summary: dict, setting: dict) -> list[tuple[str, str]]:
+    """How to run one setting of a sweep by itself, on the same seeds and on as many others."""
+    run = (summary["command"] or "").replace("rljax reproduce", "rljax run", 1)
+    words = [word for key, value in setting["values"].items() for word in (f"--{key}", str(value))]
+    seeds = sorted(entry["seed"] for entry in setting["seeds"] + setting["failed"])
+    alone = " ".join([run, shlex.join(words)]) if words else ""
+    fresh = " ".join([alone or run, "--seeds", *(str(seeds[-1] + 1 + i) for i in range(len(seeds)))])
+    return [("alone", alone)] * bool(alone) + [("new seeds", fresh)]
+
+
 def _costs(summary: dict) -> list[tuple[str, str]]:
     wall, compiling = _duration(summary["wall_seconds"]), _duration(summary["compile_seconds"])
     return [
@@ -287,8 +300,30 @@ def summary_text(summary: dict[str, Any]) -> str:
     table = [RESULTS, *result_rows(summary["settings"])]
     lines = [f"{_title(summary)}   {_run_id(summary)}   {summary['status']}", ""]
     lines += [f"{'*' if row[0] == summary['best'] else ' '} {line}" for row, line in zip(table, page.columns(table), strict=True)]
-    facts = [f"  {name:<10}   {text}" for name, text in _facts(summary) + _warnings(summary) + _costs(summary)]
-    return "\n".join([*lines, "", *facts])
+    best = [_commands(summary, setting) for setting in summary["settings"] if setting["label"] == summary["best"]]
+    pairs = [*_facts(summary), *_warnings(summary), *_costs(summary), *(pair for pairs in best for pair in pairs)]
+    return "\n".join([*lines, "", *(f"  {name:<10}   {text}" for name, text in pairs)])
+
+
+def sweep_text(members: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> str:
+    """One table over all programs of a sweep: for each, the values in which it differs from the others, and its summary."""
+    settings = []
+    for fixed, summary in members:
+        for setting in summary["settings"]:
+            values = dict(sorted({**fixed, **setting["values"]}.items()))
+            settings.append({**setting, "label": _label(values), "again": _commands(summary, setting)})
+    table = [RESULTS, *result_rows(settings)]
+    scored = [setting for setting in settings if setting["iqm"] is not None]
+    best = max(scored, key=lambda setting: setting["iqm"]) if scored else None
+    lines = [f"all {len(settings)} settings of {len(members)} programs", ""]
+    marks = [" ", *("*" if setting is best else " " for setting in settings)]
+    lines += [f"{mark} {line}" for mark, line in zip(marks, page.columns(table), strict=True)]
+    if best is None:
+        return "\n".join(lines)
+    _, seeds, centre, interval, *_ = table[1 + settings.index(best)]
+    text = f"{best['label']}: IQM {centre}, 95% interval {interval}, over {seeds} seeds"
+    facts = [("best", text), ("", f"the highest IQM of {len(settings)} settings, picked on these same seeds, so optimistic")]
+    return "\n".join([*lines, "", *(f"  {name:<10}   {text}" for name, text in [*facts, *best["again"]])])
 
 
 def _title(info: dict) -> str:
