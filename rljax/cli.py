@@ -506,6 +506,7 @@ class _Progress:
             self._bar.update(self._task, total=total, completed=step, description=f"{step:,}/{total:,}  {speed}")
         if event["evaluation"] is not None:
             dead = {failure["lane"] for failure in event["failed"]}
+            dead |= set(range(len(event["evaluation"].returns))) - set(event["left"])
             known = [r[r == r] for lane, r in enumerate(event["evaluation"].returns) if lane not in dead]  # NaN is not itself
             means = [r.mean() if r.size else float("nan") for r in known]
             spread = f"{sum(means) / len(means):9.2f}  ({min(means):.2f} .. {max(means):.2f})" if means else "every lane failed"

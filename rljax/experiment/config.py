@@ -30,7 +30,13 @@ from rljax.options import is_in_range, range_text, static
 
 SECTIONS = ("model", "algo", "env_params", "sweep")
 SOURCES = ("start_from", "reward_from")  # keys that name an experiment which runs first
-SWEEP_OPTIONS = {"mode": str, "draws": int, "seed": int}  # of [sweep]; its other keys are what is swept
+SWEEP_OPTIONS = {  # of [sweep]; its other keys are what is swept
+    "mode": str,
+    "draws": int,
+    "seed": int,
+    "halving": tuple[int, ...],
+    "keep": float,
+}
 
 
 class InputError(ValueError):
@@ -45,7 +51,7 @@ class Experiment:
     parameters begin, and the reward model that pays.
     ``sweep`` maps dotted keys (``algo.*``, ``env_params.*``) to lists of values, and ``sweep_mode`` says which of them go
     together: ``grid``, all with all, or ``list``, the first of each, then the second. `programs` splits it into programs and
-    `lanes` lists the lanes of one.
+    `lanes` lists the lanes of one. After the evaluations ``sweep_halving`` the share ``sweep_keep`` of the settings goes on.
     """
 
     env: str = static("", "environment, see `rljax list`")
@@ -68,6 +74,8 @@ class Experiment:
     algo: Any = None
     sweep: dict[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     sweep_mode: str = "grid"
+    sweep_halving: tuple[int, ...] = ()
+    sweep_keep: float = 0.5
 
     @property
     def algo_name(self) -> str:
@@ -79,7 +87,11 @@ class Experiment:
         algo = {f.name: getattr(self.algo, f.name) for f in dataclasses.fields(self.algo)}
         model = algo.pop("model", None)
         data |= {key: source.to_dict() for key in SOURCES if (source := getattr(self, key)) is not None}
-        sweep = ({"mode": self.sweep_mode} if self.sweep and self.sweep_mode != "grid" else {}) | self.sweep
+        sweep: dict[str, Any] = dict(self.sweep)
+        if sweep and self.sweep_mode != "grid":
+            sweep["mode"] = self.sweep_mode
+        if sweep and self.sweep_halving:
+            sweep |= {"halving": self.sweep_halving, "keep": self.sweep_keep}
         data |= {"algo": {"name": self.algo_name, **algo}, "env_params": self.env_params, "sweep": sweep}
         if model is not None:
             data["model"] = dataclasses.asdict(model)
@@ -135,13 +147,28 @@ class Experiment:
             columns = {key: tuple(row[key] for row in rows) for key in traced_keys}
             axes = columns if self.sweep_mode == "list" else {key: self.sweep[key] for key in traced_keys}
             fixed = self._with({key: rows[0][key] for key in static_keys})
-            programs.append(dataclasses.replace(fixed, sweep=axes, sweep_mode=self.sweep_mode if axes else "grid"))
+            program = dataclasses.replace(fixed, sweep=axes, sweep_mode=self.sweep_mode if axes else "grid")
+            halves = len(program.settings()) > 1
+            programs.append(program if halves else dataclasses.replace(program, sweep_halving=(), sweep_keep=0.5))
         return programs
 
     def lanes(self) -> list[dict[str, Any]]:
         """Lanes of one program: ``{"lane", "seed", **swept values}``, seeds varying fastest."""
         pairs = itertools.product(self.settings(), self.seeds)
         return [{"lane": i, "seed": seed, **setting} for i, (setting, seed) in enumerate(pairs)]
+
+    @property
+    def rungs(self) -> list[int]:
+        """How many settings there are at first, and after each evaluation of ``sweep_halving``."""
+        counts = [len(self.settings())]
+        for _ in self.sweep_halving:
+            counts.append(math.ceil(round(counts[-1] * self.sweep_keep, 9)))
+        return counts
+
+    @property
+    def lanes_a_call(self) -> int:
+        """Those of the last rung, for which the program is compiled."""
+        return self.rungs[-1] * len(self.seeds)
 
     def value(self, key: str) -> Any:
         """That of a dotted key of ``algo``, ``model`` or ``env_params``."""
@@ -217,8 +244,8 @@ def elsewhere(experiment: Experiment, overrides: dict[str, Any]) -> Experiment:
         entries |= {
             f"sweep.{key}": (list(column), "config.toml") for key, column in zip(left, zip(*rows, strict=True), strict=True)
         }
-        if not left:
-            entries.pop("sweep.mode", None)
+    if not any(key.startswith("sweep.") and key[6:] not in SWEEP_OPTIONS for key in entries):
+        entries = {key: entry for key, entry in entries.items() if not key.startswith("sweep.")}
     return _resolve(entries | {key: (value, "override") for key, value in overrides.items()}, experiment.name)
 
 
@@ -453,6 +480,8 @@ class _Draw:
     mode: str = "grid"
     draws: int = 0
     seed: int = 0
+    halving: tuple[int, ...] = ()
+    keep: float = 0.5
     origin: str = ""
 
     @classmethod
@@ -470,6 +499,14 @@ class _Draw:
             raise InputError(f"{origin}: sweep.mode must be one of grid, list, random, got {made.mode!r}")
         if made.mode != "random" and (extra := [key for key in ("draws", "seed") if key in found]):
             raise InputError(f'{options[extra[0]][1]}: sweep.{extra[0]} is of sweep.mode = "random"; leave it out, or set that')
+        if "keep" in found and not (made.halving and 0 < made.keep < 1):
+            wanted = "above 0 and below 1, the share of settings that goes on" if made.halving else "set with sweep.halving"
+            raise InputError(f"{options['keep'][1]}: sweep.keep must be {wanted}, got {made.keep}")
+        if any(b <= a for a, b in itertools.pairwise((0, *made.halving))):
+            raise InputError(
+                f"{options['halving'][1]}: sweep.halving must hold numbers of evaluations, from 1 on and in their order, "
+                f"got {list(made.halving)}"
+            )
         if made.mode == "random" and made.draws < 1:
             raise InputError(f"{origin}: sweep.draws must be >= 1, the number of settings that are drawn, got {made.draws}")
         return made
@@ -503,9 +540,10 @@ class _Draw:
         return [min(max(x, low), high) for x in shaped]
 
     def settings(self, sweep: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
-        """``sweep`` and ``sweep_mode`` of an experiment, of what is drawn a list, each setting once."""
+        """The fields of an experiment that are of its sweep: of what is drawn a list, each setting once."""
+        fields = {"sweep_halving": self.halving, "sweep_keep": self.keep}
         if self.mode == "grid" or not sweep:
-            return {"sweep": sweep}
+            return {"sweep": sweep, **fields}
         first = next(iter(sweep))
         for key, column in sweep.items():
             if len(column) != len(sweep[first]):
@@ -519,7 +557,7 @@ class _Draw:
             twice = next(row for i, row in enumerate(rows) if row in rows[:i])
             text = ", ".join(f"{key} = {value!r}" for key, value in zip(sweep, twice, strict=True))
             raise InputError(f"{self.origin}: sweep lists a setting twice, {text}")
-        return {"sweep": dict(zip(sweep, zip(*unique, strict=True), strict=True)), "sweep_mode": "list"}
+        return {"sweep": dict(zip(sweep, zip(*unique, strict=True), strict=True)), "sweep_mode": "list", **fields}
 
 
 def _with_sizes(model: dict[str, Any]) -> dict[str, Any]:
@@ -615,7 +653,11 @@ def _digest(name: str, changed: int, size: int) -> str:
 
 
 def _top_fields() -> dict[str, dataclasses.Field[Any]]:
-    return {f.name: f for f in dataclasses.fields(Experiment) if f.name not in (*SECTIONS, *SOURCES, "sweep_mode")}
+    return {
+        f.name: f
+        for f in dataclasses.fields(Experiment)
+        if f.name not in (*SECTIONS, *SOURCES) and not f.name.startswith("sweep_")
+    }
 
 
 def _convert(key: str, value: Any, hint: Any, origin: str) -> Any:

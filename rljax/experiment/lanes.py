@@ -170,7 +170,7 @@ def build(
 
     lanes = _stack(experiment)
     num_lanes = len(experiment.lanes())
-    devices = (devices or jax.devices())[:num_lanes]
+    devices = (devices or jax.devices())[: experiment.lanes_a_call]
     mesh = Mesh(np.asarray(devices), (AXIS,))
     example = jax.tree.map(lambda x: x[0], lanes)
     agent = _checked(lambda: _agent(bind, example))
@@ -201,6 +201,12 @@ def build(
     updates = max(1, -(-(experiment.total_steps - agent.init_steps) // agent.env_steps))
     updates_per_chunk = max(1, -(-updates // (experiment.evals * CHUNKS_PER_EVAL)))
     num_chunks = -(-updates // updates_per_chunk)
+    chunks_per_eval = -(-num_chunks // experiment.evals)
+    if experiment.sweep_halving and experiment.sweep_halving[-1] * chunks_per_eval >= num_chunks:
+        raise InputError(
+            f"sweep.halving: there are {-(-num_chunks // chunks_per_eval)} evaluations, and settings are dropped after any "
+            f"but the last, got {list(experiment.sweep_halving)}"
+        )
     how = _how(experiment, mesh, agent.env_steps)
     program = Program(
         experiment=experiment,
@@ -209,7 +215,7 @@ def build(
         mesh=mesh,
         updates_per_chunk=updates_per_chunk,
         num_chunks=num_chunks,
-        chunks_per_eval=-(-num_chunks // experiment.evals),
+        chunks_per_eval=chunks_per_eval,
         env_steps=agent.env_steps,
         init_steps=agent.init_steps,
         data=None,
@@ -305,12 +311,9 @@ IN_TURN = 2**15  # numbers in the activations of a layer above which a CPU gains
 def _how(experiment: Experiment, mesh: Mesh, env_steps: int) -> str:
     """How the lanes of one device run.
 
-    One lane is not mapped at all, since XLA runs a batch of one slower than no batch. Those of a transformer take turns on a CPU,
-    unless an update is tiny: matrices of several lanes are multiplied slower there than those of one, and one by one they need
-    the memory of one.
+    Those of a transformer take turns on a CPU, unless an update is tiny: matrices of several lanes are multiplied slower there
+    than those of one, and one by one they need the memory of one.
     """
-    if len(experiment.lanes()) <= mesh.size:
-        return "alone"
     model = getattr(experiment.algo, "model", None)
     is_cpu = mesh.devices.flat[0].platform == "cpu"
     return "in turn" if is_cpu and model is not None and env_steps * model.width >= IN_TURN else "at once"
@@ -318,11 +321,11 @@ def _how(experiment: Experiment, mesh: Mesh, env_steps: int) -> str:
 
 def _lift(function: Callable[..., Any], mesh: Mesh, how: str, donate_argnums: tuple[int, ...] = ()) -> Any:
     """Jits a function of one lane over all lanes: sharded over the devices, mapped within each as `_how` says; its last argument
-    is shared."""
+    is shared. One lane is not mapped at all, since XLA runs a batch of one slower than no batch."""
 
     def mapped(*args):
         own, shared = args[:-1], args[-1]
-        if how == "alone":
+        if jax.tree.leaves(own)[0].shape[0] == 1:
             return jax.tree.map(lambda x: x[None], function(*jax.tree.map(lambda x: x[0], own), shared))
         if how == "in turn":
             return jax.lax.map(lambda lane: function(*lane, shared), own)

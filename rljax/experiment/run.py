@@ -31,6 +31,7 @@ from rljax.experiment import data, health, report, traces
 from rljax.experiment.checkpoint import Checkpoints, SaveError
 from rljax.experiment.config import Experiment, InputError, elsewhere, file_digest, load
 from rljax.experiment.evaluation import Evaluation
+from rljax.experiment.halving import Halving
 from rljax.experiment.lanes import Program, build, evaluate_random, first_environment, judge
 from rljax.networks.transformer import merge
 
@@ -47,7 +48,7 @@ class Result:
       experiment: the resolved config.
       lanes: one dict a lane: ``lane``, ``seed`` and the swept values.
       eval_steps: int64 ``[E]``, environment steps per seed at each evaluation.
-      eval_returns: float64 ``[lanes, E]``, mean return of the evaluation episodes; NaN where a lane had failed.
+      eval_returns: float64 ``[lanes, E]``, mean return of the evaluation episodes; NaN where a lane had failed or was dropped.
       states: the final `TrainState`; every leaf ``[lanes, ...]``.
       summary: what ``summary.json`` holds.
     """
@@ -272,8 +273,8 @@ def _train(
     began += clock() - before
 
     compile_began = clock()
-    chunk_program = program.chunk.lower(program.lanes, abstract, program.data).compile()
-    evaluate_program = program.evaluate.lower(program.lanes, abstract, program.data).compile()
+    halving = Halving(program)
+    chunk_program, evaluate_program = (halving.compile(function, abstract) for function in (program.chunk, program.evaluate))
     if restored is None:
         done, states = 0, _begin(program, pretrained if params is None else params, program.data)
     else:
@@ -299,11 +300,13 @@ def _train(
         "files": {str(name): seen for name in experiment.env_params.values() if (seen := _digest(name))},
         "data": program.about,
         "failed": [],
+        "dropped": [],
         "warnings": info.get("warnings", []) if done else [],
         **earlier,
     }
     _write_json(path / "run.json", info)
     metrics = _Metrics(path / "metrics.jsonl", experiment.lanes(), last_step=program.steps_at(done) if restored else -1)
+    halving.drop(metrics.rows)
     say({"event": "start", "path": path, "experiment": experiment, "program": program, "resumed_at": program.steps_at(done)})
     if steps_done != steps_asked:
         text = f"total_steps {steps_asked:,} is rounded up to {steps_done:,}: {program.env_steps:,} per update, "
@@ -327,7 +330,7 @@ def _train(
             say({"event": "note", "text": f"warning: {health.sentence(warning, program.num_lanes)}"})
 
     warn(after=-1)  # of rows that were kept, what a kill left unsaid
-    per_chunk = program.updates_per_chunk * program.env_steps * program.num_lanes
+    per_lane = program.updates_per_chunk * program.env_steps
     train_seconds, saved_at = earlier.get("train_seconds", 0.0), clock()
 
     transcribe = program.transcriber(TRANSCRIPTS, greedy=False)
@@ -346,16 +349,18 @@ def _train(
             status=status,
             steps_done=program.steps_at(done),
             failed=metrics.failed,
+            dropped=halving.dropped,
             wall_seconds=earlier.get("wall_seconds", 0.0) + clock() - began,
             compile_seconds=earlier.get("compile_seconds", 0.0) + compile_seconds,
             train_seconds=train_seconds,
-            steps_per_second=per_chunk * done / train_seconds if train_seconds else None,
+            steps_per_second=per_lane * halving.lane_chunks(done) / train_seconds if train_seconds else None,
         )
         _write_json(path / "run.json", info)
 
     try:
         if restored is None:
-            metrics.write(program.steps_at(0), None, None, program.unpad(evaluate_program(program.lanes, states, program.data)))
+            first = program.unpad(evaluate_program(program.lanes, states, program.data))
+            metrics.write(program.steps_at(0), None, None, first, halving.left)
             keep_transcripts()
         while done < program.num_chunks:
             chunk_began = clock()
@@ -364,11 +369,11 @@ def _train(
             seconds = clock() - chunk_began
             train_seconds += seconds
             done += 1
-            evaluation = None
+            evaluation, left = None, halving.left
             if program.evaluates_at(done):
                 evaluation = program.unpad(jax.device_get(evaluate_program(program.lanes, states, program.data)))
                 keep_transcripts()
-            for failure in metrics.write(program.steps_at(done), totals, finite, evaluation):
+            for failure in metrics.write(program.steps_at(done), totals, finite, evaluation, left):
                 say(
                     {
                         "event": "note",
@@ -377,6 +382,9 @@ def _train(
                     }
                 )
             warn(after=program.steps_at(done - 1))
+            if found := halving.drop(metrics.rows) if evaluation is not None else []:
+                dropped = "; ".join(report.setting_label(drop["values"]) for drop in found)
+                say({"event": "note", "text": f"dropped after evaluation {found[0]['evaluation']}: {dropped}"})
             if done == program.num_chunks or clock() - saved_at >= experiment.checkpoint_seconds:
                 metrics.flush()
                 checkpoints.save(done, program.unpad(states))
@@ -387,10 +395,11 @@ def _train(
                     "event": "chunk",
                     "step": program.steps_at(done),
                     "total": steps_done,
-                    "steps_per_second": per_chunk / seconds,
+                    "steps_per_second": per_lane * len(left) / seconds,
                     "totals": totals,
                     "evaluation": evaluation,
                     "failed": metrics.failed,
+                    "left": left,
                 }
             )
     finally:
@@ -643,6 +652,8 @@ def train(experiment: Experiment) -> tuple[Any, dict[str, Array], Evaluation]:
     Returns:
       ``(states, {metric: [lanes, chunks]}, Evaluation [lanes, episodes] of the final policies)``.
     """
+    if experiment.sweep_halving:
+        raise InputError("sweep.halving: `train` has no host in its loop that could drop a setting; `run` has")
     program, params = _with_weights(build(experiment))
     if experiment.reward_from is not None:
         program = _paid(program, _params_of(train(experiment.reward_from)[0], experiment.reward_from, experiment))
@@ -802,11 +813,16 @@ class _Metrics:
         self._file = path.open("a")
 
     def write(
-        self, step: int, totals: dict[str, Any] | None, finite: np.ndarray | None, evaluation: Evaluation | None
+        self,
+        step: int,
+        totals: dict[str, Any] | None,
+        finite: np.ndarray | None,
+        evaluation: Evaluation | None,
+        left: list[int],
     ) -> list[dict[str, Any]]:
-        """One row a lane; returns the lanes that failed in this chunk."""
+        """One row for each of the lanes ``left``; returns those that failed in this chunk."""
         new_failures = []
-        for i, lane in enumerate(self._lanes):
+        for i, lane in ((i, self._lanes[i]) for i in left):
             row: dict[str, Any] = {"step": step, **lane}
             if totals is not None and finite is not None:
                 row |= _finalize({name: (s[i], n[i]) for name, (s, n) in totals.items()})
