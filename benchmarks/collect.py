@@ -21,10 +21,11 @@ from rljax.experiment.statistics import bootstrap_interval, iqm
 HERE = Path(__file__).parent / "results"
 PAGE = Path(__file__).parent.parent / "docs" / "results.md"
 MARKER = "<!-- results -->"
-SPEED = """Environment steps a second of training, all seeds together, compilation apart: medians of rounds in which the
-contenders take turns (`benchmarks/speed/compare.py`). `rljax` returns the training return alone, as the peers' programs do, and
-`rljax-logged` computes and returns every metric. Several seeds are spread over two host devices. What is not
-equal is said in the docstrings of `benchmarks/speed/worker.py`. rejax and purejaxrl need gymnax 0.0.9."""
+SPEED = """Steps a second of training, of the environments and offline of the gradient, all seeds together, compilation apart:
+medians of rounds in which the contenders take turns (`benchmarks/speed/compare.py`). Of the online agents, `rljax` returns the
+training return alone, as the peers' programs do, and `rljax-logged` computes and returns every metric. Several seeds are spread
+over two host devices. What is not equal is said in the docstrings of `benchmarks/speed/worker.py`. rejax and purejaxrl need
+gymnax 0.0.9."""
 # What is special about an algorithm; its file of speeds is shown if there is one.
 SPEED_OF = {
     "ppo": """The peers map several seeds on one device. rejax clips gradients by value and has no setting for Adam's epsilon. The
@@ -34,6 +35,11 @@ return is that of training, and of an evaluation for rejax and brax. Targets: on
 32 episodes after training. rejax draws a batch without replacement, at a cost that grows with the buffer. Against SBX, both take
 Huber's loss and no double Q, as it does; its two layers have 120 units each.""",
     "sac": """As for DQN. rejax and SBX update policy, critics and temperature one after the other, and rljax all at once.""",
+    "offline": """Gradient steps on the same synthetic data. orlax is the one released package found that has all three in JAX;
+its loop is in Python, and `orlax-scan` puts its update into one `lax.scan` over data on the device, which the package does not
+do. d3rlpy is PyTorch, on one thread. Q of recorded actions and the squared TD error, at the end of equally many gradient steps,
+show whether the same is learnt. orlax's CQL learns something else: its policy is not squashed, and the actions of its penalty
+are not divided by their density.""",
 }
 # What to reach, greedy IQM over seeds, and whose figure it is.
 TARGETS = {
@@ -194,7 +200,7 @@ def speed() -> list[str]:
     for algo, text in SPEED_OF.items():
         path = HERE / f"speed_{algo}.json"
         if path.exists():
-            lines += ["", f"### {algo.upper()}", "", text]
+            lines += ["", f"### {'Offline' if algo == 'offline' else algo.upper()}", "", text]
             for name, case in json.loads(path.read_text()).items():
                 lines += speed_case(name, case)
     return ["", "## Speed", "", SPEED, *lines, *speed_of_grpo(), *cost_of_seeds()] if lines else []
@@ -237,19 +243,19 @@ def cost_of_seeds() -> list[str]:
         "",
         "### Many seeds",
         "",
-        "Time of 5, 8 and 32 seeds over that of one, with the program of `rljax run`, evaluation and compilation apart",
+        "Time of 5, 8, 10 and 32 seeds over that of one, with the program of `rljax run`, evaluation and compilation apart",
         "(`benchmarks/speed/seeds.py`). One seed keeps about one core busy; more are spread over the host devices, so that five",
-        "of them take as long as six on two. Target of grpo_addition: five below 4.",
+        "of them take as long as six on two. Target of grpo_addition: five below 4. The offline agents were measured beside",
+        "other work that left them less than one core however many seeds there were: ten cost what their arithmetic does.",
         "",
-        "| config | agent | steps/s, one seed | 5 seeds | 8 seeds | 32 seeds | steps/s, 32 seeds | devices |",
-        "|---|---|---|---|---|---|---|---|",
+        "| config | agent | steps/s, one seed | 5 seeds | 8 seeds | 10 seeds | 32 seeds | steps/s, most seeds | devices |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, data in json.loads(path.read_text()).items():
         cost, rate = data["cost_over_one_seed"], data["steps_per_second"]
-        lines.append(
-            f"| {name} | {data['agent']} | {rate['1']:,.0f} | {cost['5']:.1f} | {cost['8']:.1f} | {cost['32']:.1f} "
-            f"| {rate['32']:,.0f} | {data['devices']} |"
-        )
+        costs = " | ".join(f"{cost[count]:.1f}" if count in cost else "-" for count in ("5", "8", "10", "32"))
+        most = rate[max(rate, key=int)]
+        lines.append(f"| {name} | {data['agent']} | {rate['1']:,.0f} | {costs} | {most:,.0f} | {data['devices']} |")
     return lines
 
 
@@ -261,25 +267,29 @@ def speed_case(name: str, case: dict) -> list[str]:
     """A table; ratios are taken within rounds."""
     s, machine, contenders = case["settings"], case["machine"], case["contenders"]
     base = np.array([r["steps"] / r["seconds"] for r in contenders["rljax"]["rounds"]])
+    is_offline = "data_size" in s
+    what = f"{s['data_size']:,} recorded steps" if is_offline else counted(s["num_envs"], "environment")
     size = f" x {s['num_steps']} steps"
     if "batch_size" in s:
         size = f", layers {'-'.join(map(str, s['hidden']))}, batches of {s['batch_size']}"
     lines = [
         "",
-        f"**{name}**: {s['env']}, {counted(s['seeds'], 'seed')}, {counted(s['num_envs'], 'environment')}{size}; "
+        f"**{name}**: {s['env']}, {counted(s['seeds'], 'seed')}, {what}{size}; "
         f"{counted(s['rounds'], 'round')} on {machine['cpus']} cores, {case['date'][:10]}.",
         "",
-        "| | steps/s | range | rljax / it | compile | mean return | versions |",
+        f"| | steps/s | range | rljax / it | compile | {'Q, TD error' if is_offline else 'mean return'} | versions |",
         "|---|---|---|---|---|---|---|",
     ]
+    outcomes = {"q": ".2f", "td_error": ".3g"} if is_offline else {"mean_return": ".0f"}
+    digits = 1 if base.max() < 100 else 0
     for contender, data in contenders.items():
         rates = np.array([r["steps"] / r["seconds"] for r in data["rounds"]])
         ratio = np.median(base / rates)
         versions = ", ".join(f"{package} {version}" for package, version in data["versions"].items())
+        outcome = ", ".join(format(np.mean([r[key] for r in data["rounds"]]), form) for key, form in outcomes.items())
         lines.append(
-            f"| {contender} | {np.median(rates):,.0f} | {rates.min():,.0f} to {rates.max():,.0f} "
-            f"| {ratio:.2f} | {data['compile_seconds']:.1f} s "
-            f"| {np.mean([r['mean_return'] for r in data['rounds']]):.0f} | {versions} |"
+            f"| {contender} | {np.median(rates):,.{digits}f} | {rates.min():,.{digits}f} to {rates.max():,.{digits}f} "
+            f"| {ratio:.2f} | {data['compile_seconds']:.1f} s | {outcome} | {versions} |"
         )
     return lines
 

@@ -183,7 +183,8 @@ def _plan(arguments: argparse.Namespace) -> int:
         memory = "unknown" if p["device_bytes"] is None else _bytes(p["device_bytes"])
         print(
             f"\n{p['path']}\n"
-            f"  lanes         {p['lanes']} over {p['devices']} device{'s' * (p['devices'] > 1)}\n"
+            f"  lanes         {p['lanes']} over {p['devices']} device{'s' * (p['devices'] > 1)}, "
+            f"{p['lanes_at_once']} at once on each\n"
             f"  steps         {p['steps_per_seed']:,} per seed, {p['steps_all_lanes']:,} in all "
             f"({p['updates']:,} updates of {p['env_steps_per_update']:,}, {p['updates_per_chunk']} a chunk)\n"
             f"  evaluations   {p['evaluations']}, {p['eval_episodes_all_lanes']:,} episodes in all\n"

@@ -1,24 +1,27 @@
-"""Speed against peers: environment steps a second in training, at equal settings, on one machine.
+"""Speed against peers: steps a second in training, at equal settings, on one machine.
+
+They are environment steps; of the offline cases, which learn from the same synthetic data, gradient steps.
 
     python benchmarks/speed/compare.py                                     # rljax and brax's trainer alone
     python benchmarks/speed/compare.py --rejax-python VENV/bin/python --sb3-python VENV/bin/python \\
         --sbx-python VENV/bin/python --purejaxrl-python VENV/bin/python --purejaxrl CHECKOUT
     python benchmarks/speed/compare.py --case dqn sac-64 --rounds 3
+    python benchmarks/speed/compare.py --case cql iql td3_bc --orlax-python VENV/bin/python --d3rlpy-python VENV/bin/python
 
 Each peer runs in an environment of its own, since they need other versions of the same packages:
 
     python -m venv VENV && VENV/bin/pip install -r benchmarks/speed/requirements-rejax.txt
 
-and so with the other `requirements-*.txt`. purejaxrl is no package: clone its repository and
-give the folder. brax's trainer runs in rljax's own environment. A peer that is not given is left out.
+and so with the other `requirements-*.txt`, of which orlax's says what more to install. purejaxrl is no package: clone its
+repository and give the folder. brax's trainer runs in rljax's own environment. A peer that is not given is left out.
 
 Every contender is a process that compiles and warms up first, and then trains once a round; the contenders take turns,
 in an order that is reversed every other round, and only one runs at a time. The ratio is taken within each round, so
 that a machine whose speed drifts favours nobody. Evaluation, logging and the random steps that fill a replay buffer are
 outside the timed part.
 
-The results of an algorithm are kept in `benchmarks/results/speed_ALGORITHM.json`, from which `benchmarks/collect.py` writes
-its tables.
+The results of an algorithm are kept in `benchmarks/results/speed_ALGORITHM.json`, of offline ones in `speed_offline.json`, from
+which `benchmarks/collect.py` writes its tables.
 
 What could not be made equal is said in the docstrings of `worker.py`.
 """
@@ -38,7 +41,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from worker import DQN, PPO, SAC, Settings
+from worker import CQL, DQN, IQL, PPO, SAC, TD3BC, Offline, Settings
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -54,7 +57,8 @@ class Case:
 
 
 PPO_PEERS = ("rljax", "rljax-logged", "rejax", "purejaxrl")
-PEERS = ("rejax", "sb3", "sbx", "purejaxrl")  # each in an environment of its own
+OFFLINE_PEERS = ("rljax", "orlax", "orlax-scan", "d3rlpy")
+PEERS = ("rejax", "sb3", "sbx", "purejaxrl", "orlax", "d3rlpy")  # each in an environment of its own
 CASES = {
     "small-1seed": Case(PPO_PEERS, PPO()),
     "small-8seeds": Case(PPO_PEERS, PPO(seeds=8)),
@@ -77,6 +81,9 @@ CASES = {
     "dqn-sbx": Case(("rljax", "sbx"), DQN(updates=200, double=False, huber_delta=1.0), {"sbx": 20}),
     "sac-64": Case(("rljax", "rljax-logged", "rejax", "sbx"), SAC(updates=100), {"sbx": 30}),
     "sac-256": Case(("rljax", "rljax-logged", "rejax", "sbx"), SAC(updates=20, hidden=(256, 256))),
+    "cql": Case(OFFLINE_PEERS, CQL(updates=2)),
+    "iql": Case(OFFLINE_PEERS, IQL(updates=10)),
+    "td3_bc": Case(OFFLINE_PEERS, TD3BC(updates=10)),
 }
 
 
@@ -156,7 +163,7 @@ def measure(case: Case, pythons: dict[str, str], options: argparse.Namespace) ->
         for name in (name for name in case.contenders if name in pythons):
             settings = dataclasses.replace(
                 case.settings,
-                updates=max(10, round(case.updates.get(name, case.settings.updates) * options.scale)),
+                updates=max(1, round(case.updates.get(name, case.settings.updates) * options.scale)),
                 rounds=options.rounds,
                 devices=options.devices,
                 purejaxrl=options.purejaxrl,
@@ -183,6 +190,9 @@ def measure(case: Case, pythons: dict[str, str], options: argparse.Namespace) ->
     return {"settings": shown, "host_devices_of_rljax": options.devices, "contenders": contenders}
 
 
+OUTCOMES = ("mean_return", "q", "td_error")
+
+
 def summarize(contenders: dict[str, dict[str, Any]], first: str) -> None:
     """Adds each contender's summary; `ratio` is how many times as fast ``first`` is."""
     rates = {name: [r["steps"] / r["seconds"] for r in c["rounds"]] for name, c in contenders.items()}
@@ -199,13 +209,13 @@ def summarize(contenders: dict[str, dict[str, Any]], first: str) -> None:
             "min": min(rates[name]),
             "max": max(rates[name]),
             "cores_used": statistics.median(r["cpu_seconds"] / r["seconds"] for r in rounds),
-            "mean_return": statistics.mean(r["mean_return"] for r in rounds),
             "ratio": ratio(name),
+            **{key: statistics.mean(r[key] for r in rounds) for key in OUTCOMES if rounds[0][key] is not None},
         }
 
 
 def table(case: str, contenders: dict[str, dict[str, Any]]) -> str:
-    head = ["contender", "steps/s", "min..max", "ratio", "compile s", "cores", "return", "steps", "parameters"]
+    head = ["contender", "steps/s", "min..max", "ratio", "compile s", "cores", "outcome", "steps", "parameters"]
     rows = [head]
     for name, contender in contenders.items():
         s = contender["summary"]
@@ -217,7 +227,7 @@ def table(case: str, contenders: dict[str, dict[str, Any]]) -> str:
                 "-" if s["ratio"] is None else f"{s['ratio']:.2f}",
                 f"{contender['compile_seconds']:.1f}",
                 f"{s['cores_used']:.2f}",
-                f"{s['mean_return']:.0f}",
+                ", ".join(f"{key} {s[key]:.4g}" for key in OUTCOMES if key in s),
                 f"{contender['rounds'][0]['steps']:,}",
                 f"{contender['parameters']:,}",
             ]
@@ -246,6 +256,7 @@ def main() -> None:
         options.purejaxrl = str(Path(options.purejaxrl).resolve())
     pythons = {"rljax": sys.executable, "rljax-logged": sys.executable, "brax": sys.executable}
     pythons |= {peer: python for peer in PEERS if (python := getattr(options, f"{peer}_python"))}
+    pythons |= {"orlax-scan": pythons["orlax"]} if "orlax" in pythons else {}
 
     for name in options.case:
         print(name, file=sys.stderr)
@@ -256,7 +267,8 @@ def main() -> None:
         system = f"{platform.system()} {platform.machine()}"
         machine = {"cpus": os.cpu_count(), "system": system, "python": platform.python_version()}
         date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        out = options.out or ROOT / "benchmarks" / "results" / f"speed_{case.settings.algo}.json"
+        algo = "offline" if isinstance(case.settings, Offline) else case.settings.algo
+        out = options.out or ROOT / "benchmarks" / "results" / f"speed_{algo}.json"
         report = json.loads(out.read_text()) if out.exists() else {}
         report[name] = {"date": date, "machine": machine, **result}
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -52,11 +52,12 @@ class Settings:
 
     def hyper_parameters(self) -> dict[str, Any]:
         """The fields that are the algorithm's."""
-        return {name: value for name, value in dataclasses.asdict(self).items() if name not in NO_HYPER_PARAMETERS}
+        others = (*NO_HYPER_PARAMETERS, "num_envs", "num_steps") if isinstance(self, Offline) else NO_HYPER_PARAMETERS
+        return {name: value for name, value in dataclasses.asdict(self).items() if name not in others}
 
 
 NO_HYPER_PARAMETERS = (
-    "algo", "env", "physics", "updates", "seeds", "continued", "warmups", "rounds", "devices", "purejaxrl",
+    "algo", "env", "physics", "updates", "seeds", "continued", "warmups", "rounds", "devices", "purejaxrl", "data_size",
 )  # fmt: skip
 
 
@@ -110,17 +111,65 @@ class SAC(OffPolicy):
     target_tau: float = 0.005
 
 
-SETTINGS: dict[str, type[Settings]] = {"ppo": PPO, "dqn": DQN, "sac": SAC}
+@dataclasses.dataclass(frozen=True)
+class Offline(Settings):
+    """What agents that learn from `synthetic` data share; a step is a gradient step, and no environment is played."""
+
+    env: str = "synthetic"
+    num_envs: int = 0
+    num_steps: int = 0
+    data_size: int = 100_000
+    num_updates: int = 64  # gradient steps of one call of rljax's `step`
+    batch_size: int = 256
+    hidden: tuple[int, ...] = (256, 256)
+    learning_rate: float = 3e-4
+    target_tau: float = 0.005
+
+    @property
+    def steps_per_seed(self) -> int:
+        return self.updates * self.num_updates
+
+
+@dataclasses.dataclass(frozen=True)
+class CQL(Offline):
+    algo: str = "cql"
+    conservative_coef: float = 5.0
+    num_actions: int = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class IQL(Offline):
+    algo: str = "iql"
+    expectile: float = 0.7
+    beta: float = 3.0
+
+
+@dataclasses.dataclass(frozen=True)
+class TD3BC(Offline):
+    algo: str = "td3_bc"
+    alpha: float = 2.5
+    policy_delay: int = 2
+    target_noise: float = 0.2
+    target_noise_clip: float = 0.5
+
+
+SETTINGS: dict[str, type[Settings]] = {"ppo": PPO, "dqn": DQN, "sac": SAC, "cql": CQL, "iql": IQL, "td3_bc": TD3BC}
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """One timed run. `mean_return` is over the episodes that ended in its last tenth, or of an untimed evaluation."""
+    """One timed run. `mean_return` is over the episodes that ended in its last tenth, or of an untimed evaluation.
+
+    Of an offline agent instead, means over its last 64 gradient steps: `q`, the critics' value of recorded actions, and
+    `td_error`, the square of what separates it from its target.
+    """
 
     steps: int
     seconds: float
     cpu_seconds: float
-    mean_return: float
+    mean_return: float | None = None
+    q: float | None = None
+    td_error: float | None = None
 
 
 class Channel:
@@ -223,6 +272,111 @@ def rljax_config(s: Settings) -> Any:
     return agent_module(s.algo).Config(**s.hyper_parameters(), **others)
 
 
+def synthetic(size: int, length: int = 1000) -> dict[str, Any]:
+    """Episodes of a noisy linear system, of 17 numbers and 6 actions in [-1, 1], that a noisy linear policy holds near 0.
+
+    Numpy arrays ``[size, ...]`` under the names of D4RL, the same in every process.
+    """
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    turn, push, gain = np.linalg.qr(rng.normal(size=(17, 17)))[0], rng.normal(size=(6, 17)), rng.normal(size=(17, 6))
+    state, rows = rng.normal(size=(size // length, 17)), []
+    for _ in range(length):
+        action = np.clip(0.2 * state @ gain + 0.3 * rng.normal(size=(len(state), 6)), -0.99, 0.99)
+        after = 0.95 * state @ turn + 0.2 * action @ push + 0.1 * rng.normal(size=state.shape)
+        rows.append((state, action, 1.0 - np.square(after).mean(1), after))
+        state = after
+    names = ("observations", "actions", "rewards", "next_observations")
+    columns = (np.stack(x, 1).astype(np.float32) for x in zip(*rows, strict=True))
+    arrays = {name: x.reshape(-1, *x.shape[2:]) for name, x in zip(names, columns, strict=True)}
+    ends = np.arange(len(arrays["rewards"])) % length == length - 1
+    return {**arrays, "terminals": np.zeros_like(ends), "timeouts": ends}
+
+
+def serve_offline(
+    s: Settings,
+    channel: Channel,
+    fresh: Callable[[int], Any],
+    build: Callable[[], Any],
+    train: Callable[[Any], Callable[[], tuple[Any, Any]]],
+    parameters: int,
+    packages: tuple[str, ...],
+) -> None:
+    """Serves an offline agent.
+
+    Args:
+      fresh: ``seed ->`` what ``train`` starts from; not timed.
+      build: compiles.
+      train: all gradient steps of a run, until they are done; what it returns tells `Result`'s ``(q, td_error)``, not timed.
+    """
+    timer = Timer()
+    build()
+    compile_seconds, _ = timer()
+
+    def run(seed: int) -> Result:
+        start = fresh(seed)
+        timer = Timer()
+        measure = train(start)
+        wall, cpu = timer()
+        q, td_error = measure()
+        return Result(s.steps, wall, cpu, q=float(q), td_error=float(td_error))
+
+    for warmup in range(s.warmups):
+        run(warmup)
+    channel.ready(compile_seconds, parameters, packages)
+    channel.serve(run)
+
+
+def run_rljax_offline(s: Offline, channel: Channel) -> None:
+    """rljax: all metrics are returned, as the peers do.
+
+    Policy, critics and value take their gradients at once, from the same parameters; observations are normalised in each batch.
+    """
+    from types import SimpleNamespace
+
+    import jax
+    import jax.numpy as jnp
+
+    from rljax.agents import make_agent
+    from rljax.envs import Box, restart
+    from rljax.ops.dataset import make_dataset
+    from rljax.ops.replay import Transition
+
+    x = synthetic(s.data_size)
+    transitions = Transition(
+        x["observations"], None, x["actions"], x["rewards"], x["terminals"], x["timeouts"], x["next_observations"], None
+    )
+    data = jax.device_put({"dataset": make_dataset(transitions)})
+    spaces = dict(observation_space=Box(-jnp.inf, jnp.inf, (17,)), action_space=Box(-1.0, 1.0, (6,)))
+    env: Any = SimpleNamespace(**spaces, reset=lambda key: ((), restart(jnp.zeros(17))))
+    agent = make_agent(rljax_config(s), env)
+    init = jax.jit(agent.init)
+
+    def fresh(seed: int) -> Any:
+        return jax.block_until_ready(init(jax.random.key(seed), data))
+
+    state = fresh(0)
+    parameters = count((state.params, getattr(state, "values", ())))
+
+    @jax.jit
+    def train(state: Any, data: Any) -> Any:
+        return jax.lax.scan(lambda state, _: agent.step(state, data), state, length=s.updates)
+
+    def run(state: Any) -> Callable[[], tuple[Any, Any]]:
+        _, metrics = jax.block_until_ready(program(state, data))
+        half = 0.5 if isinstance(s, IQL) else 1.0  # the others' loss has it
+        return lambda: (metrics["q"][-1], half * metrics["loss/critic"][-1])
+
+    program: Any = None
+
+    def build() -> None:
+        nonlocal program
+        program = train.lower(state, data).compile()
+
+    serve_offline(s, channel, fresh, build, run, parameters, ("jax", "flax"))
+
+
 def run_rljax(s: Settings, channel: Channel, all_metrics: bool = False) -> None:
     """rljax: several seeds are spread over the devices, and mapped by `vmap` within each.
 
@@ -233,6 +387,8 @@ def run_rljax(s: Settings, channel: Channel, all_metrics: bool = False) -> None:
     of a call of `step`, and the norm of the gradient is computed although it is not bounded. SAC takes the gradients of its
     three losses at once, from the same parameters. Both are evaluated greedily.
     """
+    if isinstance(s, Offline):
+        return run_rljax_offline(s, channel)
     import jax
 
     if s.seeds > 1:
@@ -623,6 +779,160 @@ def run_brax(s: Settings, channel: Channel) -> None:
     )
 
 
+def run_orlax(s: Settings, channel: Channel, in_scan: bool = False) -> None:
+    """orlax: its update, in the loop of its `ExperimentRunner` without the logger: batches are drawn in NumPy.
+
+    With ``in_scan`` the same update is the body of a `lax.scan` over data on the device, which the package does not have.
+    What its update does otherwise than rljax's: parts of the agent are updated one after the other; CQL's policy is a Gaussian
+    around a tanh, drawn without squashing, and its penalty has actions of two kinds, which are not divided by their density (15
+    of each, so that they are as many as rljax's three kinds of 10); IQL clones by weighted squared errors.
+    """
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import orlax
+
+    assert isinstance(s, Offline)
+    own: dict[str, Any] = {}
+    if isinstance(s, CQL):
+        own = dict(alpha=2 * s.conservative_coef)  # of means over two critics, beside squared errors without a half
+    elif isinstance(s, IQL):
+        own = dict(expectile=s.expectile, beta=s.beta)
+    elif isinstance(s, TD3BC):
+        own = dict(alpha=s.alpha, policy_freq=s.policy_delay, target_noise=s.target_noise, noise_clip=s.target_noise_clip)
+    algo = {"cql": orlax.CQL, "iql": orlax.IQL, "td3_bc": orlax.TD3BC}[s.algo](
+        17,
+        6,
+        orlax.TrainingCfg(algo=s.algo, env_name=s.env, batch_size=s.batch_size, lr=s.learning_rate),
+        orlax.ModelCfg(hidden_dims=s.hidden, activation=s.activation),
+        orlax.AlgoCfg(gamma=s.discount, tau=s.target_tau, **own),
+    )
+    if isinstance(s, CQL):
+        algo._compute_cql_penalty = functools.partial(algo._compute_cql_penalty, n_samples=3 * s.num_actions // 2)
+    x = synthetic(s.data_size)
+    buffer = orlax.Dataset({**x, "dones": x["terminals"]}, normalize_obs=True).get_buffer()
+    rows = orlax.Batch(*(jnp.asarray(y) for y in (buffer.obs, buffer.act, buffer.reward, buffer.next_obs, buffer.done)))
+
+    form = jax.tree.structure(algo.init(jax.random.PRNGKey(0)))
+
+    def fresh(seed: int) -> Any:
+        init_key, key = jax.random.split(jax.random.PRNGKey(seed))
+        leaves = [jnp.asarray(x) for x in jax.tree.leaves(algo.init(init_key))]
+        return jax.block_until_ready(jax.tree.unflatten(form, leaves)), key  # its own would compile anew
+
+    td_error = "td_loss" if isinstance(s, CQL) else "critic_loss"
+
+    def loop(start: Any, steps: int = s.steps) -> Callable[[], tuple[Any, Any]]:
+        (state, key), kept = start, []
+        for _ in range(steps):
+            key, batch_key = jax.random.split(key)
+            batch = buffer.sample(s.batch_size, batch_key)
+            key, update_key = jax.random.split(key)
+            state, metrics = algo.update(state, batch, update_key)
+            kept = [*kept[-63:], (metrics["q_mean"], metrics[td_error])]
+        jax.block_until_ready(state)
+        return lambda: tuple(np.mean(kept, 0))
+
+    @jax.jit
+    def scan(state: Any, key: Any, rows: Any) -> Any:
+        def step(state: Any, key: Any) -> Any:
+            batch_key, update_key = jax.random.split(key)
+            index = jax.random.randint(batch_key, (s.batch_size,), 0, s.data_size)
+            return algo.update(state, jax.tree.map(lambda x: x[index], rows), update_key)
+
+        return jax.lax.scan(step, state, jax.random.split(key, s.steps))
+
+    program: Any = None
+
+    def build() -> None:
+        nonlocal program
+        if in_scan:
+            program = scan.lower(*fresh(0), rows).compile()
+        else:
+            loop(fresh(0), 1)
+
+    def scanned(start: Any) -> Callable[[], tuple[Any, Any]]:
+        _, metrics = jax.block_until_ready(program(*start, rows))
+        return lambda: (metrics["q_mean"][-64:].mean(), metrics[td_error][-64:].mean())
+
+    state, _ = fresh(0)
+    parameters = count([part.params for part in state.values() if hasattr(part, "params")])
+    serve_offline(s, channel, fresh, build, scanned if in_scan else loop, parameters, ("orlax", "jax", "flax"))
+
+
+def run_d3rlpy(s: Settings, channel: Channel) -> None:
+    """d3rlpy, in PyTorch on the CPU: its update and its batches, as in `fit` without the logger.
+
+    An episode's last step, which was cut, is left out. Critics and policy are updated one after the other.
+    """
+    import d3rlpy
+    import numpy as np
+    import torch
+    from d3rlpy.algos import CQLConfig, IQLConfig, TD3PlusBCConfig
+
+    assert isinstance(s, Offline)
+    torch.set_num_threads(1)  # two wait for each other where the machine has other work
+    layers = d3rlpy.models.VectorEncoderFactory(hidden_units=list(s.hidden), activation=s.activation)
+    common: dict[str, Any] = dict(
+        batch_size=s.batch_size,
+        gamma=s.discount,
+        tau=s.target_tau,
+        actor_learning_rate=s.learning_rate,
+        critic_learning_rate=s.learning_rate,
+        actor_encoder_factory=layers,
+        critic_encoder_factory=layers,
+        observation_scaler=d3rlpy.preprocessing.StandardObservationScaler(),
+    )
+    if isinstance(s, CQL):
+        config: Any = CQLConfig(
+            **common,
+            temp_learning_rate=s.learning_rate,
+            alpha_learning_rate=0.0,  # a fixed weight
+            conservative_weight=2 * s.conservative_coef,  # beside squared errors without a half
+            n_action_samples=s.num_actions,
+            soft_q_backup=True,
+        )
+    elif isinstance(s, IQL):
+        config = IQLConfig(**common, value_encoder_factory=layers, expectile=s.expectile, weight_temp=s.beta)
+    else:
+        assert isinstance(s, TD3BC)
+        config = TD3PlusBCConfig(
+            **common,
+            alpha=s.alpha,
+            update_actor_interval=s.policy_delay,
+            target_smoothing_sigma=s.target_noise,
+            target_smoothing_clip=s.target_noise_clip,
+        )
+    x = synthetic(s.data_size)
+    data = d3rlpy.dataset.MDPDataset(x["observations"], x["actions"], x["rewards"], x["terminals"], x["timeouts"])
+    config.observation_scaler.fit_with_transition_picker(data.episodes, data.transition_picker)
+
+    def fresh(seed: int) -> Any:
+        d3rlpy.seed(seed)
+        algo = config.create(device="cpu:0")
+        algo.build_with_dataset(data)
+        return algo
+
+    def train(algo: Any) -> Callable[[], tuple[Any, Any]]:
+        kept, q = [], []
+        for step in range(s.steps):
+            batch = data.sample_transition_batch(s.batch_size)
+            kept = [*kept[-63:], algo.update(batch)]
+            if step >= s.steps - 64 and step % 16 == 0:  # seldom, for this is timed
+                q.append(algo.predict_value(batch.observations, batch.actions))
+
+        def measure() -> tuple[Any, Any]:
+            both = [m["q_loss"] if isinstance(s, IQL) else m["critic_loss"] - m.get("conservative_loss", 0.0) for m in kept]
+            return np.mean(q), np.mean(both) / 2
+
+        return measure
+
+    modules = vars(fresh(0).impl.modules).items()
+    nets = [net for name, net in modules if isinstance(net, torch.nn.Module) and not name.startswith("targ")]
+    parameters = sum(p.numel() for net in nets for p in net.parameters())
+    serve_offline(s, channel, fresh, lambda: None, train, parameters, ("d3rlpy", "torch"))
+
+
 CONTENDERS: dict[str, Callable[[Settings, Channel], None]] = {
     "rljax": run_rljax,
     "rljax-logged": functools.partial(run_rljax, all_metrics=True),
@@ -631,6 +941,9 @@ CONTENDERS: dict[str, Callable[[Settings, Channel], None]] = {
     "sb3": run_sb3,
     "sbx": run_sbx,
     "brax": run_brax,
+    "orlax": run_orlax,
+    "orlax-scan": functools.partial(run_orlax, in_scan=True),
+    "d3rlpy": run_d3rlpy,
 }
 
 

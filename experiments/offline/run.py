@@ -132,7 +132,7 @@ def measure() -> dict[str, Any]:
                     kept["lanes"].append({"task": task, "set": name, "method": method, "seed": lane["seed"], "score": score})
             if name not in ("expert", "mixed"):
                 continue
-            sweep = {"sweep": {"algo.conservative_coef": list(PENALTIES)}, "name": f"{task}_{name}_penalty"}
+            sweep = {"sweep.algo.conservative_coef": list(PENALTIES), "name": f"{task}_{name}_penalty"}
             finished = run(cell(task, "CQL", file, **sweep), listener=say)
             for i, lane in enumerate(finished.lanes):
                 q, earned = values_of(task, finished, i)

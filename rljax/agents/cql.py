@@ -107,9 +107,12 @@ def make(config: Config, env: Environment) -> Agent:
             drawn = jax.vmap(acting.from_noise)(actions.noise(key, size))
             scale = jnp.log(0.5 * (high - low)).sum()
             proposals.append((jax.vmap(acting.to_action)(drawn), jax.vmap(acting.log_prob)(drawn) + scale))
-        q = [jax.vmap(lambda a: actions.taken(params["critics"], start.observation, a))(drawn) for drawn, _ in proposals]
-        weighted = jnp.concatenate([values - density[:, None] for values, (_, density) in zip(q, proposals, strict=True)])
-        return jax.nn.logsumexp(weighted, 0) - jnp.log(weighted.shape[0])
+        drawn, density = (jnp.concatenate(x) for x in zip(*proposals, strict=True))  # [3K, M, D], [3K, M]
+        # Flat rows: XLA on CPU multiplies matrices much faster than three-dimensional arrays.
+        seen = jnp.broadcast_to(start.observation, (len(drawn), *start.observation.shape))
+        rows = (x.reshape(-1, *x.shape[2:]) for x in (seen, drawn))
+        q = actions.taken(params["critics"], *rows).reshape(-1, *density.shape)  # [2, 3K, M]
+        return jax.nn.logsumexp(q - density, 1) - jnp.log(len(drawn))
 
     def loss(params: Any, target_critics: Any, batch: replay.Batch, key: Array) -> tuple[Array, dict[str, Array]]:
         noise_key, penalty_key = jax.random.split(key)

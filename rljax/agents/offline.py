@@ -11,6 +11,7 @@ from rljax.envs import Box, Environment, TimeStep
 from rljax.envs.base import restart
 from rljax.networks import Policy
 from rljax.ops import dataset, normalization, replay
+from rljax.sharding import spread
 
 
 def data_of(data: Any) -> dataset.Dataset:
@@ -92,6 +93,6 @@ def learn(
     """
     number, size = sizes
     uniform_key, noise_key = jax.random.split(key)
-    draws = (jax.random.uniform(uniform_key, (number, size)), jax.random.split(noise_key, number))
+    draws = (spread(jax.random.uniform(uniform_key, (number, size)), axis=1), jax.random.split(noise_key, number))
     learner, metrics = jax.lax.scan(lambda learner, x: update(learner, draw(x[0]), x[1]), learner, draws)
     return learner, jax.tree.map(jnp.mean, metrics)

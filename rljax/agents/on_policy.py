@@ -12,6 +12,7 @@ from rljax.agents.base import whole
 from rljax.envs import TimeStep, Tokens, VectorEnvironment, all_ended
 from rljax.networks import Policy
 from rljax.ops import kl
+from rljax.sharding import spread
 
 
 class Steps(struct.PyTreeNode):
@@ -197,7 +198,7 @@ def first_episodes(
         carry, output = policy.step(params, carry, timestep)
         distribution = output.distribution
         sample = distribution.mode() if greedy else distribution.from_noise(jax.tree.map(lambda x: x[step], noise))
-        env_state, timestep = jax.vmap(envs.env.step)(env_keys[step], env_state, distribution.to_action(sample))
+        env_state, timestep = jax.vmap(envs.env.step)(spread(env_keys[step]), env_state, distribution.to_action(sample))
         timestep = timestep.replace(next_action_mask=timestep.action_mask)
         episodes = Episodes(
             jax.tree.map(lambda xs, x: xs.at[step + 1].set(x), episodes.timesteps, timestep),
@@ -317,7 +318,7 @@ def shuffled_minibatches(key: Array, size: int, num_epochs: int, num_minibatches
     low_bits = jnp.uint32((1 << (size - 1).bit_length()) - 1)
     words = jax.random.bits(key, (num_epochs, size), jnp.uint32)
     order = jnp.sort((words & ~low_bits) | jnp.arange(size, dtype=jnp.uint32)) & low_bits
-    return order.astype(jnp.int32).reshape(num_epochs * num_minibatches, -1)
+    return spread(order.astype(jnp.int32).reshape(num_epochs * num_minibatches, -1), axis=1)
 
 
 def episode_metrics(transitions: TimeStep) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from rljax.networks.distributions import log_prob_and_entropy
 from rljax.networks.transformer import forward, read_out, reading
 from rljax.ops import losses
 from rljax.options import config, static, traced
+from rljax.sharding import spread
 
 
 @config
@@ -115,7 +116,7 @@ def make(config: Config, env: Environment) -> Agent:
             chosen, counts = jax.tree.map(lambda x: x[rows], (examples.completions, examples.counts))
             return reading(chosen.context, chosen.mask.shape[1]), chosen.said.T, chosen.mask.T & counts
         if packed is None:
-            keys = jax.random.split(key, config.batch_size)
+            keys = spread(jax.random.split(key, config.batch_size))
             if config.num_examples:
                 rows = jax.random.randint(key, (config.batch_size,), 0, config.num_examples)
                 keys = jax.vmap(lambda row: jax.random.fold_in(examples, row))(rows)

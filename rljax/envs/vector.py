@@ -10,6 +10,7 @@ from jax import Array
 from rljax.envs.base import Environment, TimeStep
 from rljax.envs.spaces import Space
 from rljax.ops.normalization import return_trace
+from rljax.sharding import spread
 
 
 class VectorState(struct.PyTreeNode):
@@ -95,7 +96,8 @@ class VectorEnvironment:
         env_state, timestep = self._start(pool, jax.tree.map(lambda x: x[0], self._draw_starts(env_key, 1)))
         state = VectorState(env_state, jnp.zeros(self.num_envs), jnp.zeros(self.num_envs, jnp.int32), pool)
         info = {"episode_return": state.episode_return, "episode_length": state.episode_length}
-        return state, timestep.replace(info={**timestep.info, **info}, next_action_mask=timestep.action_mask)
+        timestep = timestep.replace(info={**timestep.info, **info}, next_action_mask=timestep.action_mask)
+        return state.replace(env=spread(env_state)), spread(timestep)
 
     def step(self, key: Array, state: VectorState, action: Array) -> tuple[VectorState, TimeStep]:
         """One step of every copy, ``action [N, ...]``; ``(state, timestep [N])``."""
@@ -106,7 +108,8 @@ class VectorEnvironment:
     def draw(self, key: Array, num_steps: int) -> Draw:
         """The randomness of ``num_steps`` steps, ``[T, N]``: one large batch of draws is far cheaper than T small ones."""
         keys_key, start_key = jax.random.split(key)
-        return Draw(jax.random.split(keys_key, (num_steps, self.num_envs)), self._draw_starts(start_key, num_steps))
+        keys = jax.random.split(keys_key, (num_steps, self.num_envs))
+        return spread(Draw(keys, self._draw_starts(start_key, num_steps)), axis=1)
 
     def step_drawn(self, draw: Draw, state: VectorState, action: Array) -> tuple[VectorState, TimeStep]:
         """`step` with its randomness given, ``draw [N]``, and without the episode statistics: see `count_episodes`."""

@@ -29,7 +29,7 @@ from rljax.experiment.statistics import (
     profile_band,
 )
 
-ASIDE = ("env", "seeds", "name", "out", "checkpoint_seconds", "sweep", "data", "data_digest")
+ASIDE = ("env", "seeds", "name", "out", "checkpoint_seconds", "shard", "sweep", "data", "data_digest")
 PROTOCOL = ("evals", "eval_episodes", "eval_max_steps", "eval_seed")
 SOURCES = ("start_from", "reward_from")
 # Parameters that only change what is learned from, with how the names of their environments begin: an evaluation leaves them out

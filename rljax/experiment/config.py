@@ -62,6 +62,11 @@ class Experiment:
     eval_max_steps: int = static(100_000, "an evaluation episode that is still going then counts as unfinished", low=1)
     eval_seed: int = static(0, "fixes the evaluation episodes, the same for all lanes and evaluations", low=0, high=2**32 - 1)
     checkpoint_seconds: float = static(60.0, "least time between two checkpoints; 0: one after every chunk", low=0)
+    shard: str = static(
+        "lanes",
+        "what devices divide: lanes; the environments, prompts and minibatches of each lane; or its parameters as well",
+        choices=("lanes", "envs", "params"),
+    )
     data: tuple[str, ...] = static(
         (), "recorded data sets that an offline agent learns from, one after the other: .npz, HDF5 or minari:NAME"
     )
@@ -102,11 +107,11 @@ class Experiment:
 
     @property
     def hash(self) -> str:
-        """Twelve hex digits of what decides the result: all of the config but ``name``, ``out``, ``checkpoint_seconds``, and the
-        places of data sets, of which the contents count."""
+        """Twelve hex digits of what decides the result: all of the config but ``name``, ``out``, ``checkpoint_seconds``,
+        ``shard``, and the places of data sets, of which the contents count."""
 
         def decisive(data: dict[str, Any]) -> dict[str, Any]:
-            aside = {"name", "out", "checkpoint_seconds", "data"} | ({"data_digest"} if not data["data"] else set())
+            aside = {"name", "out", "checkpoint_seconds", "shard", "data"} | ({"data_digest"} if not data["data"] else set())
             kept = {k: v for k, v in data.items() if k not in aside}
             return {k: decisive(v) if k in SOURCES else v for k, v in kept.items()}
 

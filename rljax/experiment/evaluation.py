@@ -10,6 +10,7 @@ from jax import Array
 from rljax.agents import Agent
 from rljax.envs import Environment, MultiDiscrete, TimeStep, all_ended
 from rljax.networks.distributions import Categorical, MultiCategorical, mask_logits
+from rljax.sharding import spread
 
 
 class Evaluation(struct.PyTreeNode):
@@ -39,7 +40,7 @@ def evaluate_agent(
         values = agent.measure(state, key, episodes, data)
         return Evaluation(values, jnp.zeros(episodes, jnp.int32), jnp.ones(episodes, bool))
     reset_key, play_key = jax.random.split(key)
-    env_state, timestep = jax.vmap(env.reset)(jax.random.split(reset_key, episodes))
+    env_state, timestep = jax.vmap(env.reset)(spread(jax.random.split(reset_key, episodes)))
     extra = () if data is None else (data,)
     zeros = Evaluation(jnp.zeros(episodes), jnp.zeros(episodes, jnp.int32), jnp.zeros(episodes, bool))
 

@@ -27,7 +27,6 @@ class Halving:
       dropped: what has been dropped, as ``run.json`` holds it: the ``values`` of a setting, its ``lanes``, and the ``evaluation``
         and ``step`` after which.
       left: the lanes that go on.
-      lanes_a_call: lanes of one call of the compiled program, padding included.
 
     Raises:
       InputError: the run has several processes, which do not share lanes.
@@ -37,28 +36,19 @@ class Halving:
         self._program, self._experiment = program, program.experiment
         self.dropped: list[dict[str, Any]] = []
         self.left = list(range(program.num_lanes))
-        self.lanes_a_call = -(-self._experiment.lanes_a_call // program.mesh.size) * program.mesh.size
         if self._experiment.sweep_halving and jax.process_count() > 1:
             raise InputError("sweep.halving packs the lanes of one process; leave it out, or run on one host")
 
-    def example(self, states: Any) -> Any:
-        """``(lanes, states)`` of one call, as shapes, from the abstract states of all lanes."""
-        if not self._experiment.sweep_halving:
-            return self._program.lanes, states
-        size = self.lanes_a_call
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), (self._program.lanes, states))
-
-    def compile(self, function: Any, states: Any) -> Any:
-        """``program.chunk`` or ``program.evaluate``, compiled, as a function of all lanes. What it returns of dropped lanes is
-        zero, and their states as they were."""
-        program = self._program
-        lowered = function.lower(*self.example(states), program.data)
-        compiled = lowered.compile()
+    def of_all(self, compiled: Any) -> Any:
+        """A compiled ``program.chunk`` or ``program.evaluate`` of some lanes, as a function of all. What it returns of dropped
+        lanes is zero, and their states as they were."""
         if not self._experiment.sweep_halving:
             return compiled
+        program = self._program
         size = -(-program.num_lanes // program.mesh.size) * program.mesh.size
-        gives_states = isinstance(lowered.out_info, tuple)
-        info = lowered.out_info[1:] if gives_states else lowered.out_info
+        gives_states = isinstance(compiled.out_info, tuple)
+        info = compiled.out_info[1:] if gives_states else compiled.out_info
+        at_once = jax.tree.leaves(info)[0].shape[0]
         sharding = NamedSharding(program.mesh, PartitionSpec(AXIS))
         blank = jax.device_put(jax.tree.map(lambda x: jnp.zeros((size, *x.shape[1:]), x.dtype), info), sharding)
 
@@ -70,11 +60,11 @@ class Halving:
         put_states = jax.jit(put, out_shardings=sharding, donate_argnums=0)
         put = jax.jit(put, out_shardings=sharding)
 
-        def of_all(lanes: Any, states: Any, data: Any) -> Any:
+        def packed(lanes: Any, states: Any, data: Any) -> Any:
             out = blank
-            for begin in range(0, len(self.left), self.lanes_a_call):
-                some = self.left[begin : begin + self.lanes_a_call]
-                rows = np.full(self.lanes_a_call, size, np.int32)
+            for begin in range(0, len(self.left), at_once):
+                some = self.left[begin : begin + at_once]
+                rows = np.full(at_once, size, np.int32)
                 rows[: len(some)] = some
                 part = compiled(*take((lanes, states), rows), data)
                 if gives_states:
@@ -82,7 +72,7 @@ class Halving:
                 out = put(out, part, rows)
             return (states, *out) if gives_states else out
 
-        return of_all
+        return packed
 
     def drop(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Drops what the evaluations in ``rows`` decide; returns what was not dropped before.

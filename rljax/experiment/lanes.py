@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import inspect
+import math
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +14,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from rljax import sharding
 from rljax.agents import Agent, make_agent, reward_model
 from rljax.envs import Environment, Tokens, make_env
 from rljax.envs.wrappers import LearnedReward, as_evaluated
@@ -49,6 +52,9 @@ class Program:
       env: the environment of the first lane.
       bind: a lane's ``(environment, agent)``.
       traces: how often each function was traced, by name.
+      at_once: how many lanes of a device run at once; the others wait for their turn.
+      lift: ``(at_once) -> {"init", "init_from", "chunk", "evaluate"}``, compiled so.
+      rests: where states rest between calls, if lanes are split: see `rljax.sharding.of_states`; else None.
     """
 
     experiment: Experiment
@@ -69,21 +75,45 @@ class Program:
     env: Any
     bind: Any
     traces: dict[str, int]
+    at_once: int
+    lift: Any
+    rests: Any = None
 
     def steps_at(self, chunk: int) -> int:
         """Environment steps per seed after ``chunk`` chunks, as a Python integer (int32 would overflow at 2.1e9)."""
         return self.init_steps + chunk * self.updates_per_chunk * self.env_steps
 
+    def example(self) -> tuple[Any, Any]:
+        """``(lanes, states)`` of one call of a compiled program, as shapes: all, or of a halving those of its last rung."""
+        states = jax.eval_shape(self.init, self.lanes, self.data)
+        if not self.experiment.sweep_halving:
+            return self.lanes, states
+        size = -(-self.experiment.lanes_a_call // self.mesh.size) * self.mesh.size
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), (self.lanes, states))
+
+    def compiled(self) -> tuple["Program", Any]:
+        """``(program, its chunk, compiled)``, with half as many lanes at once as often as these need more than a device has."""
+        chunk = self.chunk.lower(*self.example(), self.data).compile()
+        if self.at_once == 1 or bytes_needed(chunk) <= bytes_free(self.mesh):
+            return self, chunk
+        fewer = -(-self.at_once // 2)
+        return dataclasses.replace(self, at_once=fewer, **self.lift(fewer)).compiled()
+
     def evaluates_at(self, chunk: int) -> bool:
         return chunk % self.chunks_per_eval == 0 or chunk == self.num_chunks
 
     def pad(self, tree: Any) -> Any:
-        """Puts arrays ``[num_lanes, ...]`` on the devices, padded."""
+        """Puts arrays ``[num_lanes, ...]`` on the devices, padded where these divide lanes."""
+        if self.rests is not None:
+            return jax.device_put(tree, sharding.of_states(tree, self.mesh, self.experiment.shard))
         return jax.device_put(_pad(tree, self.mesh.size), NamedSharding(self.mesh, PartitionSpec(AXIS)))
 
     def share(self, tree: Any) -> Any:
-        """Puts arrays that all lanes share on the devices, one copy on each."""
-        return jax.device_put(tree, NamedSharding(self.mesh, PartitionSpec()))
+        """Puts arrays that all lanes share on the devices: one copy on each, or, where parameters are split, those as well."""
+        whole = NamedSharding(self.mesh, PartitionSpec())
+        if self.experiment.shard == "params" and "base" in tree:
+            return {**tree, "base": jax.device_put(tree["base"], sharding.of_params(tree["base"], self.mesh))}
+        return jax.device_put(tree, whole)
 
     def transcriber(self, episodes: int, greedy: bool, samples: int = 1) -> Any:
         """``(padded states, seed) -> Transcript`` of numpy arrays ``[num_lanes, episodes * samples, ...]``, compiled once; None
@@ -96,7 +126,7 @@ class Program:
             env, agent = self.bind(lane)
             return transcribe(agent, env, state, jax.random.key(seed), episodes, greedy, data, samples)
 
-        program = _lift(transcribe_lane, self.mesh, _how(self.experiment, self.mesh, self.env_steps))
+        program = _lift(transcribe_lane, self.mesh, self.at_once, self.rests)
 
         def say(states: Any, seed: int) -> Transcript:
             seeds = self.pad(np.full(self.num_lanes, seed, np.uint32))
@@ -170,8 +200,9 @@ def build(
 
     lanes = _stack(experiment)
     num_lanes = len(experiment.lanes())
-    devices = (devices or jax.devices())[: experiment.lanes_a_call]
-    mesh = Mesh(np.asarray(devices), (AXIS,))
+    devices = devices or jax.devices()
+    is_split = experiment.shard != "lanes"
+    mesh = Mesh(np.asarray(devices if is_split else devices[: experiment.lanes_a_call]), (sharding.AXIS if is_split else AXIS,))
     example = jax.tree.map(lambda x: x[0], lanes)
     agent = _checked(lambda: _agent(bind, example))
     if agent.learns_from == "data" and not experiment.data:
@@ -202,12 +233,26 @@ def build(
     updates_per_chunk = max(1, -(-updates // (experiment.evals * CHUNKS_PER_EVAL)))
     num_chunks = -(-updates // updates_per_chunk)
     chunks_per_eval = -(-num_chunks // experiment.evals)
+    if experiment.sweep_halving and is_split:
+        raise InputError(f"sweep.halving packs whole lanes: leave it out, or shard, which is {experiment.shard!r}")
     if experiment.sweep_halving and experiment.sweep_halving[-1] * chunks_per_eval >= num_chunks:
         raise InputError(
             f"sweep.halving: there are {-(-num_chunks // chunks_per_eval)} evaluations, and settings are dropped after any "
             f"but the last, got {list(experiment.sweep_halving)}"
         )
-    how = _how(experiment, mesh, agent.env_steps)
+    rests = None
+    if is_split:
+        shared = None if dataset is None else {"dataset": dataset}
+        with sharding.split_over(mesh):
+            states = _checked(lambda: jax.eval_shape(lambda lanes: jax.lax.map(lambda lane: init(lane, shared), lanes), lanes))
+        rests = sharding.of_states(states, mesh, experiment.shard)
+
+    def lift(at_once: int) -> dict[str, Any]:
+        over = functools.partial(_lift, mesh=mesh, at_once=at_once, rests=rests)
+        functions = {"init": over(init), "init_from": over(init_from), "evaluate": over(evaluate)}
+        return {**functions, "chunk": over(chunk, donate_argnums=(1,))}
+
+    at_once = _at_once(experiment, mesh, agent.env_steps)
     program = Program(
         experiment=experiment,
         num_lanes=num_lanes,
@@ -220,13 +265,13 @@ def build(
         init_steps=agent.init_steps,
         data=None,
         about=about,
-        init=_lift(init, mesh, how),
-        init_from=_lift(init_from, mesh, how),
-        chunk=_lift(chunk, mesh, how, donate_argnums=(1,)),
-        evaluate=_lift(evaluate, mesh, how),
         env=first_env,
         bind=bind,
         traces=traces,
+        at_once=at_once,
+        lift=lift,
+        rests=rests,
+        **lift(at_once),
     )
     data = None if dataset is None else program.share({"dataset": dataset})
     return dataclasses.replace(program, lanes=program.pad(lanes), data=data)
@@ -308,32 +353,67 @@ def _pad(tree: Any, multiple: int) -> Any:
 IN_TURN = 2**15  # numbers in the activations of a layer above which a CPU gains nothing from batching lanes
 
 
-def _how(experiment: Experiment, mesh: Mesh, env_steps: int) -> str:
-    """How the lanes of one device run.
+def _at_once(experiment: Experiment, mesh: Mesh, env_steps: int) -> int:
+    """How many lanes of one device run at once, if there is memory for them.
 
-    Those of a transformer take turns on a CPU, unless an update is tiny: matrices of several lanes are multiplied slower there
-    than those of one, and one by one they need the memory of one.
+    Those that are split over all devices take turns. So do those of a transformer on a CPU, unless an update is tiny: matrices of
+    several lanes are multiplied slower there than those of one, and one by one they need the memory of one.
     """
     model = getattr(experiment.algo, "model", None)
     is_cpu = mesh.devices.flat[0].platform == "cpu"
-    return "in turn" if is_cpu and model is not None and env_steps * model.width >= IN_TURN else "at once"
+    if experiment.shard != "lanes" or (is_cpu and model is not None and env_steps * model.width >= IN_TURN):
+        return 1
+    return -(-experiment.lanes_a_call // mesh.size)
 
 
-def _lift(function: Callable[..., Any], mesh: Mesh, how: str, donate_argnums: tuple[int, ...] = ()) -> Any:
-    """Jits a function of one lane over all lanes: sharded over the devices, mapped within each as `_how` says; its last argument
-    is shared. One lane is not mapped at all, since XLA runs a batch of one slower than no batch."""
+def bytes_needed(compiled: Any) -> int:
+    """What a compiled program takes on each device, by its own account; 0 where it has none."""
+    memory = compiled.memory_analysis()
+    if memory is None:
+        return 0
+    return memory.temp_size_in_bytes + memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+
+
+def bytes_free(mesh: Mesh) -> float:
+    """What each device has for a program: nine tenths of its memory, or of the host's, which its devices share."""
+    device = mesh.devices.flat[0]
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if stats and stats.get("bytes_limit"):
+        return 0.9 * stats["bytes_limit"]
+    if device.platform != "cpu" or not hasattr(os, "sysconf"):
+        return math.inf
+    return 0.9 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / len(jax.local_devices())
+
+
+def _lift(function: Callable[..., Any], mesh: Mesh, at_once: int, rests: Any, donate_argnums: tuple[int, ...] = ()) -> Any:
+    """Jits a function of one lane over all lanes, whose last argument is shared.
+
+    The lanes are sharded over the devices, and ``at_once`` of those of a device are mapped together; or, with ``rests``, each is
+    split over all devices, see `rljax.sharding`. A single lane is not mapped, since XLA runs a batch of one slower than none.
+    """
 
     def mapped(*args):
         own, shared = args[:-1], args[-1]
-        if jax.tree.leaves(own)[0].shape[0] == 1:
+        here = jax.tree.leaves(own)[0].shape[0]
+        if here == 1:
             return jax.tree.map(lambda x: x[None], function(*jax.tree.map(lambda x: x[0], own), shared))
-        if how == "in turn":
-            return jax.lax.map(lambda lane: function(*lane, shared), own)
+        if at_once < here:
+            return jax.lax.map(lambda lane: function(*lane, shared), own, batch_size=at_once if at_once > 1 else None)
         return jax.vmap(lambda *lane: function(*lane, shared))(*own)
 
+    names = list(inspect.signature(function).parameters)
+    if rests is not None:
+        whole = NamedSharding(mesh, PartitionSpec())
+        comes = tuple(rests if name == "state" else None for name in names)  # None: as what is given is
+        goes = {"init": rests, "init_from": rests, "chunk": (rests, whole, whole)}.get(function.__name__, whole)
+
+        def split(*args):
+            with sharding.split_over(mesh):
+                return mapped(*args)
+
+        return jax.jit(split, in_shardings=comes, out_shardings=goes, donate_argnums=donate_argnums)
     spec, shared = PartitionSpec(AXIS), PartitionSpec()
-    num_args = len(inspect.signature(function).parameters)
-    specs = (spec,) * (num_args - 1) + (shared,)
+    specs = (spec,) * (len(names) - 1) + (shared,)
     shardings = tuple(NamedSharding(mesh, s) for s in specs)
     sharded = jax.shard_map(mapped, mesh=mesh, in_specs=specs, out_specs=spec, check_vma=False)
     return jax.jit(sharded, in_shardings=shardings, out_shardings=shardings[0], donate_argnums=donate_argnums)

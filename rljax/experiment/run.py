@@ -32,7 +32,7 @@ from rljax.experiment.checkpoint import Checkpoints, SaveError
 from rljax.experiment.config import Experiment, InputError, elsewhere, file_digest, load
 from rljax.experiment.evaluation import Evaluation
 from rljax.experiment.halving import Halving
-from rljax.experiment.lanes import Program, build, evaluate_random, first_environment, judge
+from rljax.experiment.lanes import Program, build, bytes_needed, evaluate_random, first_environment, judge
 from rljax.networks.transformer import merge
 
 Listener = Callable[[dict[str, Any]], None]
@@ -274,7 +274,12 @@ def _train(
 
     compile_began = clock()
     halving = Halving(program)
-    chunk_program, evaluate_program = (halving.compile(function, abstract) for function in (program.chunk, program.evaluate))
+    at_once = program.at_once
+    program, compiled = program.compiled()
+    if program.at_once < at_once:
+        say({"event": "note", "text": f"{at_once} lanes at once do not fit into a device's memory: {program.at_once} at once do"})
+    chunk_program = halving.of_all(compiled)
+    evaluate_program = halving.of_all(program.evaluate.lower(*program.example(), program.data).compile())
     if restored is None:
         done, states = 0, _begin(program, pretrained if params is None else params, program.data)
     else:
@@ -757,7 +762,7 @@ def plan(experiment: Experiment) -> dict[str, Any]:
     program, _ = _with_weights(build(experiment))
     abstract = jax.eval_shape(program.init, program.lanes, program.data)
     began = time.perf_counter()
-    memory = program.chunk.lower(program.lanes, abstract, program.data).compile().memory_analysis()
+    program, compiled = program.compiled()
     seconds = time.perf_counter() - began
     state_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(abstract))
     total_steps = program.steps_at(program.num_chunks)
@@ -774,7 +779,8 @@ def plan(experiment: Experiment) -> dict[str, Any]:
         "evaluations": num_evals,
         "eval_episodes_all_lanes": num_evals * program.num_lanes * experiment.eval_episodes,
         "state_bytes": state_bytes,
-        "device_bytes": memory.temp_size_in_bytes + memory.argument_size_in_bytes if memory else None,
+        "device_bytes": bytes_needed(compiled) or None,
+        "lanes_at_once": program.at_once,
         "compile_seconds": seconds,
         "first": [
             f"{source.name}, {source.total_steps:,} steps a seed; {'done' if _is_finished(source) else 'not done yet'}"

@@ -88,9 +88,9 @@ def test_one_program_of_the_last_rung_serves_all(tmp_path):
     """Three calls of four lanes, then one, which leaves the others as they are."""
     program = build(tiny(tmp_path))
     halving = Halving(program)
-    assert (program.experiment.rungs, halving.lanes_a_call) == ([5, 3, 2], 4)
+    assert (program.experiment.rungs, program.experiment.lanes_a_call) == ([5, 3, 2], 4)
     states = program.init(program.lanes, program.data)
-    chunk = halving.compile(program.chunk, jax.eval_shape(program.init, program.lanes, program.data))
+    chunk = halving.of_all(program.compiled()[1])
     plain = build(dataclasses.replace(program.experiment, sweep_halving=()))
     expected, totals, _ = plain.chunk(plain.lanes, plain.init(plain.lanes, plain.data), plain.data)
     states, packed, finite = chunk(program.lanes, states, program.data)

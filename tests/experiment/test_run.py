@@ -241,12 +241,15 @@ def test_steps_are_rounded_up_and_said(tmp_path):
     assert done.summary["steps_done"] == rows(done.path)[-1]["step"] >= 650
 
 
-@pytest.mark.parametrize("kills", [4])
-def test_resume_after_sigkill_equals_the_uninterrupted_run(tmp_path, finished, kills):
+@pytest.mark.parametrize(
+    ("kills", "changes"), [(4, {}), pytest.param(20, {"total_steps": 2560, "evals": 8}, marks=pytest.mark.slow)]
+)
+def test_resume_after_sigkill_equals_the_uninterrupted_run(tmp_path, finished, kills, changes):
     """Killed at random moments, also in the middle of a save; metrics byte for byte, states bit for bit."""
-    flags = [f"--{k}={json.dumps(v)}" for k, v in {**TINY, "out": str(tmp_path), "checkpoint_seconds": 0}.items()]
+    finished = run(tiny(tmp_path / "whole", **changes)) if changes else finished
+    flags = [f"--{k}={json.dumps(v)}" for k, v in {**TINY, **changes, "out": str(tmp_path), "checkpoint_seconds": 0}.items()]
     command = [sys.executable, "-m", "rljax.cli", "run", *flags]
-    path = tiny(tmp_path).path
+    path = tiny(tmp_path, **changes).path
     draw = random.Random(0)
     seen = -1
     for _ in range(kills):
