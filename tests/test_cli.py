@@ -57,9 +57,12 @@ def test_sweep_over_a_static_axis_runs_two_programs(capsys, tmp_path):
 
 
 def test_plan_trains_nothing(capsys, tmp_path):
-    status, out, _ = call(capsys, "plan", *FLAGS, "--out", tmp_path)
+    status, out, _ = call(capsys, "plan", *FLAGS, "--out", tmp_path, "--probe", "--sweep.algo.num-steps", 8, 16)
     assert status == 0
-    assert "1 program" in out
+    assert "2 programs" in out
+    assert out.count("  wall time     about 0:") == 2
+    assert "2 evaluations of" in out and "4 chunks of" in out and "with untrained policies" in out
+    assert "wall time of all programs, one after the other: about 0:" in out
     assert "memory" in out
     assert not list(tmp_path.iterdir())
 

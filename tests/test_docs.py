@@ -94,7 +94,7 @@ class Page:
 
         def noted_run(*args, **kwargs):
             result = run(*args, **kwargs)
-            self.last_run = result.path
+            self.last_run, self.has_trained = result.path, True
             return result
 
         # `load` is looked up in the package both by the command line and by a reader's import.

@@ -7,6 +7,7 @@ not depend on the rung. Who is dropped is read from the rows of ``metrics.jsonl`
 Source: Jamieson and Talwalkar 2016, arXiv 1502.07943.
 """
 
+import bisect
 import math
 from typing import Any
 
@@ -105,6 +106,17 @@ class Halving:
             alive = [lanes for lanes in alive if lanes in best]
         self.left = [lane for lanes in alive for lane in lanes]
         return self.dropped[done:]
+
+    def planned(self) -> list[int]:
+        """Lanes of each chunk of the whole run."""
+        ends = [evaluation * self._program.chunks_per_eval for evaluation in self._experiment.sweep_halving]
+        rungs = [bisect.bisect_left(ends, chunk) for chunk in range(1, self._program.num_chunks + 1)]
+        return [self._experiment.rungs[rung] * len(self._experiment.seeds) for rung in rungs]
+
+    def calls(self, lanes: int) -> int:
+        """Of a compiled program, for so many lanes."""
+        size = self._program.mesh.size
+        return -(-lanes // (-(-self._experiment.lanes_a_call // size) * size))
 
     def lane_chunks(self, done: int) -> int:
         """Chunks of single lanes in the first ``done`` chunks of the run."""

@@ -39,6 +39,10 @@ Listener = Callable[[dict[str, Any]], None]
 TRANSCRIPTS = 4  # episodes of each lane that are written down at each evaluation of a language model
 
 
+class Stopped(Exception):
+    """A run has been asked to stop, and has saved; the message says where it is."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Result:
     """What a finished run produced, as arrays.
@@ -67,7 +71,12 @@ class Result:
 
 
 def run(
-    experiment: Experiment, *, fresh: bool = False, listener: Listener | None = None, argv: list[str] | None = None
+    experiment: Experiment,
+    *,
+    fresh: bool = False,
+    listener: Listener | None = None,
+    argv: list[str] | None = None,
+    stop: Callable[[], bool] = lambda: False,
 ) -> Result:
     """Trains every lane of an experiment, in its run directory; resumes what is there.
 
@@ -76,8 +85,10 @@ def run(
       fresh: deletes what the run directory holds and starts over.
       listener: called with a dict at each event: ``start``, ``chunk``, ``evaluation``, ``note`` and ``end``.
       argv: recorded in ``run.json``.
+      stop: asked after each chunk; where it is true, the run saves and stops.
 
     Raises:
+      Stopped: ``stop`` was true before the end; the same run goes on from there.
       InputError: wrong input, or a run directory that cannot be used; one line.
       SaveError: the disk is full; the last checkpoint is valid and the run can be resumed.
     """
@@ -102,7 +113,7 @@ def run(
             program = build(source)
             _check_params(experiment, jax.eval_shape(program.init, program.lanes, None).params)
             say({"event": "note", "text": f"first {source.name}, which this starts from"})
-            states = _trained("start_from", run(source, listener=listener, argv=argv))
+            states = _trained("start_from", run(source, listener=listener, argv=argv, stop=stop))
             return _check_params(experiment, _params_of(states, source, experiment))
 
         def pay() -> Any:
@@ -111,10 +122,11 @@ def run(
             if source is None:
                 return None
             say({"event": "note", "text": f"first {source.name}, which pays"})
-            return _params_of(_trained("reward_from", run(source, listener=listener, argv=argv)), source, experiment)
+            trained = _trained("reward_from", run(source, listener=listener, argv=argv, stop=stop))
+            return _params_of(trained, source, experiment)
 
         try:
-            return _train(experiment, path, info, say, argv or sys.argv, start, pay)
+            return _train(experiment, path, info, say, argv or sys.argv, start, pay, stop)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise SaveError(f"cannot write to {path}: {error.strerror}; its last checkpoint stays valid") from error
@@ -255,6 +267,7 @@ def _train(
     argv: list[str],
     start: Callable[[], Any],
     pay: Callable[[], Any],
+    stop: Callable[[], bool],
 ) -> Result:
     clock = time.perf_counter
     began = clock()
@@ -390,7 +403,9 @@ def _train(
             if found := halving.drop(metrics.rows) if evaluation is not None else []:
                 dropped = "; ".join(report.setting_label(drop["values"]) for drop in found)
                 say({"event": "note", "text": f"dropped after evaluation {found[0]['evaluation']}: {dropped}"})
-            if done == program.num_chunks or clock() - saved_at >= experiment.checkpoint_seconds:
+            is_last = done == program.num_chunks
+            is_stopping = not is_last and stop()
+            if is_last or is_stopping or clock() - saved_at >= experiment.checkpoint_seconds:
                 metrics.flush()
                 checkpoints.save(done, program.unpad(states))
                 saved_at = clock()
@@ -407,6 +422,8 @@ def _train(
                     "left": left,
                 }
             )
+            if is_stopping:
+                raise Stopped(f"saved at step {program.steps_at(done):,} of {steps_done:,} in {path}")
     finally:
         metrics.close()
         checkpoints.close()
@@ -757,17 +774,37 @@ def export(path: str | Path, lane: int, target: str | Path) -> Path:
     return Path(target)
 
 
-def plan(experiment: Experiment) -> dict[str, Any]:
-    """What a run would be, without training: sizes, and memory predicted by the compiled program."""
-    program, _ = _with_weights(build(experiment))
+def plan(experiment: Experiment, probe: bool = False) -> dict[str, Any]:
+    """What a run would be, without training: sizes, and memory predicted by the compiled program; with ``probe`` the seconds of a
+    chunk, an evaluation and the whole, from a chunk or two and an evaluation that are run, and forgotten."""
+    is_paid = experiment.reward_from is not None and _is_finished(experiment.reward_from)
+    program, pretrained = _built(experiment) if is_paid else _with_weights(build(experiment))
+    halving = Halving(program)
     abstract = jax.eval_shape(program.init, program.lanes, program.data)
     began = time.perf_counter()
     program, compiled = program.compiled()
     seconds = time.perf_counter() - began
     state_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(abstract))
     total_steps = program.steps_at(program.num_chunks)
-    num_evals = 1 + sum(program.evaluates_at(chunk) for chunk in range(1, program.num_chunks + 1))
+    lanes = halving.planned()
+    evaluated = [program.num_lanes, *(n for chunk, n in enumerate(lanes, 1) if program.evaluates_at(chunk))]
+    num_evals = len(evaluated)
+    measured: dict[str, Any] = {}
+    if probe:
+        began = time.perf_counter()
+        chunk = halving.of_all(compiled)
+        evaluation = halving.of_all(program.evaluate.lower(*program.example(), program.data).compile())
+        states = jax.block_until_ready(_begin(program, pretrained, program.data))
+        starting = seconds + time.perf_counter() - began
+        evaluation_seconds, _ = _timed(lambda _: evaluation(program.lanes, states, program.data), None)
+        chunk_seconds, _ = _timed(lambda states: chunk(program.lanes, states, program.data)[0], states)
+        # Of a halving, later chunks take fewer calls.
+        chunks, evaluations = (sum(map(halving.calls, of)) / halving.calls(program.num_lanes) for of in (lanes, evaluated))
+        measured = {"chunks": program.num_chunks, "chunk_seconds": chunk_seconds, "evaluation_seconds": evaluation_seconds}
+        measured["wall_seconds"] = starting + chunks * chunk_seconds + evaluations * evaluation_seconds
+        measured["start_seconds"] = starting
     return {
+        **measured,
         "path": str(experiment.path),
         "lanes": program.num_lanes,
         "devices": program.mesh.size,
@@ -775,9 +812,9 @@ def plan(experiment: Experiment) -> dict[str, Any]:
         "updates": program.num_chunks * program.updates_per_chunk,
         "updates_per_chunk": program.updates_per_chunk,
         "steps_per_seed": total_steps,
-        "steps_all_lanes": total_steps * program.num_lanes,
+        "steps_all_lanes": program.init_steps * program.num_lanes + program.updates_per_chunk * program.env_steps * sum(lanes),
         "evaluations": num_evals,
-        "eval_episodes_all_lanes": num_evals * program.num_lanes * experiment.eval_episodes,
+        "eval_episodes_all_lanes": sum(evaluated) * experiment.eval_episodes,
         "state_bytes": state_bytes,
         "device_bytes": bytes_needed(compiled) or None,
         "lanes_at_once": program.at_once,
@@ -788,6 +825,17 @@ def plan(experiment: Experiment) -> dict[str, Any]:
             if source is not None
         ],
     }
+
+
+def _timed(function: Callable[[Any], Any], value: Any) -> tuple[float, Any]:
+    """Seconds of ``function``, and what it returns: of a second call on that, unless the first was long enough to be no start."""
+    for _ in range(2):
+        began = time.perf_counter()
+        value = jax.block_until_ready(function(value))
+        seconds = time.perf_counter() - began
+        if seconds > 10:
+            break
+    return seconds, value
 
 
 def _is_finished(experiment: Experiment) -> bool:
