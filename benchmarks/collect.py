@@ -13,13 +13,14 @@ from pathlib import Path
 
 import numpy as np
 
-from rljax.experiment import InputError, load_run, result
+from rljax.experiment import InputError, load_run, page, result
 from rljax.experiment.config import SOURCES
 from rljax.experiment.report import read_run
-from rljax.experiment.statistics import bootstrap_interval, iqm
+from rljax.experiment.statistics import bootstrap_interval, bootstrap_intervals, iqm
 
 HERE = Path(__file__).parent / "results"
 PAGE = Path(__file__).parent.parent / "docs" / "results.md"
+CURVES = PAGE.with_suffix(".png")
 MARKER = "<!-- results -->"
 SPEED = """Steps a second of training, of the environments and offline of the gradient, all seeds together, compilation apart:
 medians of rounds in which the contenders take turns (`benchmarks/speed/compare.py`). Of the online agents, `rljax` returns the
@@ -161,9 +162,35 @@ def write_page() -> None:
             f"Python {v['python']}, jax {v['jax']}, {run['finished'][:10]}. "
             f"Per-seed data: `benchmarks/results/{run['name']}.json`."
         )
+    draw(runs)
+    said = "Greedy return against steps, a panel an environment: IQM over seeds, its 95% interval, and each seed as a thin line"
+    lines += ["", "## Curves", "", f"![{said}]({CURVES.name})", "", f"{said}."]
     lines += brax_own() + speed()
     head = PAGE.read_text().split(MARKER)[0]
     PAGE.write_text(head + MARKER + "\n\n" + "\n".join(lines) + "\n")
+
+
+def draw(runs: list[dict]) -> None:
+    """The curves of all runs of two seeds or more, a panel an environment."""
+    runs = [run for run in runs if len(run["lanes"]) > 1]
+    places = sorted({run["env"] for run in runs})
+    columns = 4
+    rows = -(-len(places) // columns)
+    figure, axes = page.figure(rows, columns, 3.2 * columns, 2.5 * rows)
+    for axis, place in zip(axes, places, strict=False):
+        for i, run in enumerate(run for run in runs if run["env"] == place):
+            returns, steps = np.array(run["eval_returns"], float).T, np.array(run["eval_steps"])  # [evaluations, seeds]
+            known = np.isfinite(returns).all(0)
+            colour, _ = page.line_style(i)
+            low, high = bootstrap_intervals(returns[:, known], 1000).T
+            axis.plot(steps, returns, color=colour, lw=0.5, alpha=0.25)
+            axis.fill_between(steps, low, high, color=colour, alpha=0.2, lw=0)
+            axis.plot(steps, [iqm(x) for x in returns[:, known]], color=colour, lw=1.6, label=run["name"])
+        axis.set_title(place, loc="left", fontsize=9)
+        axis.legend(fontsize=6.5, frameon=False)
+    for axis in axes[len(places) :]:
+        axis.set_visible(False)
+    CURVES.write_bytes(page.png(figure, dpi=80))
 
 
 def brax_own() -> list[str]:

@@ -26,7 +26,12 @@ COMMANDS = {
 }
 
 OWN_OPTIONS = {  # of the commands that take those of a config too
-    "run": {"--fresh": "start over, deleting what the run directory holds"},
+    "run": {
+        "--fresh": "start over, deleting what the run directory holds",
+        "--processes N": "that share the run, each started with this command; auto: those of a TPU pod, Slurm or Open MPI job",
+        "--process I": "which of them this is, from 0",
+        "--coordinator HOST:PORT": "where process 0 listens and the others find it",
+    },
     "plan": {"--probe": "train a chunk or two and evaluate once, to say how long each program would take"},
     "submit": {
         "--slurm.KEY VALUE": "a parameter of submitit, as in --slurm.partition gpu --slurm.time 240 --slurm.gpus_per_node 1",
@@ -53,7 +58,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments, arguments.rest = parser.parse_known_args(argv)
         if arguments.rest and arguments.command != "eval":  # which takes parameters of an environment
             parser.error(f"unrecognized arguments: {' '.join(arguments.rest)}")
-    from rljax.experiment import InputError, SaveError, Stopped
+    from rljax.experiment import hosts
+
+    status = 1
+    try:
+        status = _status(arguments)
+    finally:
+        hosts.leave(status)
+    return status
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    from rljax.experiment import InputError, SaveError, Stopped, hosts
 
     try:
         return globals()[f"_{arguments.command}"](arguments)
@@ -64,13 +80,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"rljax: {error}; make room and run the same command again to go on", file=sys.stderr)
         return 1
     except Stopped as stopped:
-        print(f"rljax: stopped by SIGTERM, {stopped}; the same command goes on from there", file=sys.stderr)
+        if hosts.leads():
+            print(f"rljax: stopped by SIGTERM, {stopped}; the same command goes on from there", file=sys.stderr)
         return STOPPED
     except KeyboardInterrupt:
         print("rljax: stopped; the same command resumes from the last checkpoint", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        return 0
+        return 1 if hosts.joined() else 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -164,14 +181,17 @@ def _run(arguments: argparse.Namespace) -> int:
     rest = [argument for argument in arguments.arguments if argument not in ("-h", "--help", "--fresh")]
     if len(rest) < len(arguments.arguments) - arguments.arguments.count("--fresh"):
         return _options("run", rest)
-    from rljax.experiment import run, summary_text
+    from rljax.experiment import hosts, run, summary_text
     from rljax.experiment.report import sweep_text
 
-    experiment = _experiment(rest)
+    experiment = _experiment(_join(rest))
     programs, members = experiment.programs(), []
     options = {"fresh": "--fresh" in arguments.arguments, "argv": ["rljax", *sys.argv[1:]]}
     with _Terminated() as terminated:
         for i, program in enumerate(programs):
+            if not hosts.leads():
+                run(program, stop=terminated, **options)
+                continue
             if len(programs) > 1:
                 print(f"program {i + 1} of {len(programs)}")
             with _Progress() as progress:
@@ -180,9 +200,28 @@ def _run(arguments: argparse.Namespace) -> int:
             print(f"\n{result.path}/report.html")
             fixed = {key: program.value(key) for key in experiment.sweep if key not in program.sweep}
             members.append((fixed, result.summary))
-    if len(programs) > 1:
+    if len(members) > 1:
         print(f"\n{sweep_text(members)}")
     return 0
+
+
+def _join(arguments: list[str]) -> list[str]:
+    """Joins the other processes of a run, if the arguments name any; returns the rest of them."""
+    from rljax.experiment import InputError, hosts, parse_overrides
+
+    own, rest, name = [], [], None
+    for argument in arguments:
+        if argument.startswith("--"):
+            name = argument[2:].partition("=")[0]
+        (own if name in ("processes", "process", "coordinator") else rest).append(argument)
+    given = parse_overrides(own)
+    if given:
+        processes, process = given.get("processes"), given.get("process")
+        for option, number in (("processes", 0 if processes == "auto" else processes), ("process", process or 0)):
+            if type(number) is not int or number < 0 or processes == 0:
+                raise InputError(f"--{option} must be a number{' or auto' * (option == 'processes')}, got {given.get(option)!r}")
+        hosts.join(given.get("coordinator"), None if processes == "auto" else processes, process)
+    return rest
 
 
 def _plan(arguments: argparse.Namespace) -> int:

@@ -2,18 +2,13 @@
 
 They are environment steps; of the offline cases, which learn from the same synthetic data, gradient steps.
 
-    python benchmarks/speed/compare.py                                     # rljax and brax's trainer alone
-    python benchmarks/speed/compare.py --rejax-python VENV/bin/python --sb3-python VENV/bin/python \\
-        --sbx-python VENV/bin/python --purejaxrl-python VENV/bin/python --purejaxrl CHECKOUT
-    python benchmarks/speed/compare.py --case dqn sac-64 --rounds 3
-    python benchmarks/speed/compare.py --case cql iql td3_bc --orlax-python VENV/bin/python --d3rlpy-python VENV/bin/python
+    python benchmarks/speed/compare.py                              # rljax and brax's trainer alone
+    python benchmarks/speed/compare.py --peers FOLDER               # and every peer
+    python benchmarks/speed/compare.py --peers FOLDER --case dqn sac-64 --rounds 3
 
-Each peer runs in an environment of its own, since they need other versions of the same packages:
-
-    python -m venv VENV && VENV/bin/pip install -r benchmarks/speed/requirements-rejax.txt
-
-and so with the other `requirements-*.txt`, of which orlax's says what more to install. purejaxrl is no package: clone its
-repository and give the folder. brax's trainer runs in rljax's own environment. A peer that is not given is left out.
+Each peer runs in a virtual environment of its own, since they need other versions of the same packages. FOLDER holds them; those
+that are not there yet are made from `requirements-PEER.txt`. purejaxrl is no package: clone its repository and give the folder
+with `--purejaxrl`, or it is left out. brax's trainer runs in rljax's own environment.
 
 Every contender is a process that compiles and warms up first, and then trains once a round; the contenders take turns,
 in an order that is reversed every other round, and only one runs at a time. The ratio is taken within each round, so
@@ -237,12 +232,26 @@ def table(case: str, contenders: dict[str, dict[str, Any]]) -> str:
     return "\n".join([f"\n{case}", *lines])
 
 
+def environment(peer: str, folder: Path) -> str:
+    """The interpreter of a peer's environment, which is made if it is not there, from its released packages."""
+    place = folder.resolve() / peer
+    python, ready = place / "bin" / "python", place / "ready"
+    if not ready.exists():
+        print(f"making {place}", file=sys.stderr)
+        subprocess.run([sys.executable, "-m", "venv", "--clear", place], check=True)
+        install = [python, "-m", "pip", "install", "--quiet"]
+        subprocess.run([*install, "-r", HERE / f"requirements-{peer}.txt"], check=True)
+        for alone in HERE.glob(f"requirements-{peer}-alone.txt"):  # what asks for packages that it does not need
+            subprocess.run([*install, "--no-deps", "-r", alone], check=True)
+        ready.touch()
+    return str(python)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", nargs="+", choices=CASES, default=list(CASES), help="default: all")
     parser.add_argument("--rounds", type=int, default=5)
-    for peer in PEERS:
-        parser.add_argument(f"--{peer}-python", metavar="PYTHON", help=f"interpreter that has what {peer} needs")
+    parser.add_argument("--peers", type=Path, metavar="FOLDER", help="where the peers' environments are, or are to be")
     parser.add_argument("--purejaxrl", metavar="PATH", default="", help="checkout of purejaxrl")
     parser.add_argument("--devices", type=int, default=2, help="host devices of rljax with several seeds (default 2)")
     parser.add_argument("--scale", type=float, default=1.0, help="factor on the length of a round, to try things out")
@@ -250,12 +259,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="one file for all results")
     options = parser.parse_args()
 
-    if bool(options.purejaxrl) != bool(options.purejaxrl_python):
-        parser.error("--purejaxrl and --purejaxrl-python belong together")
+    if options.purejaxrl and not options.peers:
+        parser.error("--purejaxrl needs --peers, where its environment is")
     if options.purejaxrl:
         options.purejaxrl = str(Path(options.purejaxrl).resolve())
     pythons = {"rljax": sys.executable, "rljax-logged": sys.executable, "brax": sys.executable}
-    pythons |= {peer: python for peer in PEERS if (python := getattr(options, f"{peer}_python"))}
+    wanted = {contender for name in options.case for contender in CASES[name].contenders}
+    for peer in PEERS:
+        if options.peers and peer in wanted and (peer != "purejaxrl" or options.purejaxrl):
+            pythons[peer] = environment(peer, options.peers)
     pythons |= {"orlax-scan": pythons["orlax"]} if "orlax" in pythons else {}
 
     for name in options.case:

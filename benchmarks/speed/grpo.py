@@ -1,7 +1,6 @@
 """One GRPO step of a language model, sampling and update, beside TRL's `GRPOTrainer`: equal models, prompts, groups and lengths.
 
-    python -m venv VENV && VENV/bin/pip install -r benchmarks/speed/requirements-trl.txt
-    python benchmarks/speed/grpo.py --trl-python VENV/bin/python
+    python benchmarks/speed/grpo.py --peers FOLDER    # as in compare.py
 
 Both begin with random weights of one Llama, sample completions of a fixed length from prompts of random tokens, reward the count
 of one token, and take one gradient step, with float32 weights and no reference. Each is a process that warms up and then trains
@@ -17,9 +16,10 @@ import os
 import platform
 import statistics
 import sys
+from pathlib import Path
 from typing import Any
 
-from compare import ROOT, Worker, WorkerError
+from compare import ROOT, Worker, WorkerError, environment
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,13 +96,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", nargs="+", choices=CASES, default=list(CASES), help="default: all")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--trl-python", metavar="PYTHON", help="interpreter that has TRL")
+    parser.add_argument("--peers", type=Path, metavar="FOLDER", help="where TRL's environment is, or is to be")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds to wait for a contender's next message")
     options = parser.parse_args()
 
     pythons = {"rljax": sys.executable}
-    if options.trl_python:
-        pythons["trl"] = options.trl_python
+    if options.peers:
+        pythons["trl"] = environment("trl", options.peers)
     out = ROOT / "benchmarks" / "results" / "speed_grpo.json"
     for name in options.case:
         try:

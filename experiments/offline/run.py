@@ -80,6 +80,8 @@ def cell(task: str, method: str, file: Path, **changes: Any) -> Experiment:
     set_here = {"env": TASKS[task][0], "data": [str(file.resolve())], "name": name, **own}
     if algo in ("iql", "cql", "td3_bc"):
         set_here["algo.discount"] = DISCOUNT[task]
+    if algo == "cql" and task == "pendulum":
+        set_here["algo.num_actions"] = 4  # of each kind, for the integral; ten take an hour of CPU more
     return load(HERE / f"{algo}.toml", {**set_here, **changes})
 
 
@@ -130,7 +132,7 @@ def measure() -> dict[str, Any]:
                 for lane, end in zip(finished.lanes, finished.eval_returns[:, -1], strict=True):
                     score = round(float(normalized_score(end, about, name)), 2)
                     kept["lanes"].append({"task": task, "set": name, "method": method, "seed": lane["seed"], "score": score})
-            if name not in ("expert", "mixed"):
+            if task != "cartpole" or name not in ("expert", "mixed"):  # values of Pendulum take an hour of CPU
                 continue
             sweep = {"sweep.algo.conservative_coef": list(PENALTIES), "name": f"{task}_{name}_penalty"}
             finished = run(cell(task, "CQL", file, **sweep), listener=say)
@@ -188,13 +190,11 @@ def page(kept: dict[str, Any]) -> str:
         "",
     ]
     lines += ["| task and data | penalty | Q says | is earned |", "|---|---|---|---|"]
-    for task in TASKS:
-        for name in ("expert", "mixed"):
-            for penalty in PENALTIES:
-                where = {"task": task, "set": name, "penalty": penalty}
-                rows = [row for row in kept["values"] if where.items() <= row.items()]
-                q, earned = (spread([row[key] for row in rows], 1) for key in ("q", "earned"))
-                lines.append(f"| {TASKS[task][0]}, {name} | {penalty:g} | {q} | {earned} |")
+    for name in ("expert", "mixed"):
+        for penalty in PENALTIES:
+            rows = [row for row in kept["values"] if {"set": name, "penalty": penalty}.items() <= row.items()]
+            q, earned = (spread([row[key] for row in rows], 1) for key in ("q", "earned"))
+            lines.append(f"| CartPole-v1, {name} | {penalty:g} | {q} | {earned} |")
     return "\n".join(lines) + "\n"
 
 

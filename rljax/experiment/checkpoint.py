@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rljax.experiment import hosts
 from rljax.experiment.config import InputError
 
 KEEP = 2
@@ -26,7 +27,7 @@ class Checkpoints:
     """The checkpoints of one run, numbered by chunks done.
 
     States are saved as numpy arrays without padding lanes, and typed PRNG keys as their data, so that a run can be resumed on
-    another number of devices.
+    another number of devices. Of several processes the first alone writes, and each reads for itself.
     """
 
     def __init__(self, directory: Path):
@@ -35,10 +36,19 @@ class Checkpoints:
         logging.getLogger("absl").setLevel(logging.ERROR)
         self._ocp = ocp
         self.directory = directory.absolute()
-        options = ocp.CheckpointManagerOptions(max_to_keep=KEEP, enable_async_checkpointing=False, create=True)
+        # Left to itself, orbax has processes wait for each other, and a disk that is full for one would hang all of them.
+        alone = ocp.options.MultiprocessingOptions(jax.process_index(), active_processes={jax.process_index()})
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=KEEP,
+            enable_async_checkpointing=False,
+            create=False,
+            read_only=not hosts.leads(),
+            multiprocessing_options=alone,
+        )
         try:
+            hosts.lead(lambda: self.directory.mkdir(parents=True, exist_ok=True))
             # The handler is named, or orbax would infer it from the newest checkpoint and read none where that one is broken.
-            handler = ocp.StandardCheckpointHandler()
+            handler = ocp.StandardCheckpointHandler(multiprocessing_options=alone)
             self._manager = ocp.CheckpointManager(self.directory, options=options, item_handlers=handler)
         except OSError as error:
             raise SaveError(f"cannot write to {directory}: {error.strerror or error}") from error
@@ -48,12 +58,15 @@ class Checkpoints:
         return sorted(self._manager.all_steps())
 
     def save(self, chunk: int, states: Any) -> None:
-        """Writes the states of all lanes ``[num_lanes, ...]``.
+        """Writes the states of all lanes ``[num_lanes, ...]``; of several processes the first alone.
 
         Raises:
           SaveError: the disk is full or not writable; earlier checkpoints stay valid.
         """
         tree = jax.tree.map(np.asarray, jax.device_get(_without_keys(states)))
+        hosts.lead(lambda: self._write(chunk, tree))
+
+    def _write(self, chunk: int, tree: Any) -> None:
         try:
             self._manager.save(chunk, args=self._ocp.args.StandardSave(tree), force=True)
             self._manager.wait_until_finished()
@@ -86,20 +99,30 @@ class Checkpoints:
         return _with_keys(like, tree)
 
     def restore_latest(self, like: Any) -> tuple[int, Any, list[str]] | None:
-        """``(chunk, states, notes)`` of the newest readable checkpoint; None where there is none at all.
+        """``(chunk, states, notes)`` of the newest checkpoint that process 0 can read; None where there is none at all.
 
         Raises:
           InputError: there are checkpoints, and none can be read.
         """
-        notes: list[str] = []
-        for chunk in reversed(self.steps()):
-            try:
-                return chunk, self.restore(chunk, like), notes
-            except InputError as error:
-                notes.append(str(error))
-        if notes:
-            raise InputError(f"{notes[0]}, nor any older one; start over with --fresh")
-        return None
+        read = {}
+
+        def newest() -> tuple[int, list[str]] | None:
+            notes: list[str] = []
+            for chunk in reversed(self.steps()):
+                try:
+                    read[chunk] = self.restore(chunk, like)
+                    return chunk, notes
+                except InputError as error:
+                    notes.append(str(error))
+            if notes:
+                raise InputError(f"{notes[0]}, nor any older one; start over with --fresh")
+            return None
+
+        found = hosts.lead(newest)
+        if found is None:
+            return None
+        chunk, notes = found
+        return chunk, read[chunk] if chunk in read else self.restore(chunk, like), notes
 
     def drop_after(self, chunk: int) -> None:
         """Deletes checkpoints newer than ``chunk`` (unreadable ones)."""

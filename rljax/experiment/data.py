@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import json
+import re
 import warnings
 import zipfile
 from pathlib import Path
@@ -203,6 +204,8 @@ def _minari(name: str) -> Any:
 
 def _to_minari(recording: Recording, name: str) -> None:
     minari = _minari(name)
+    if not re.fullmatch(r"[\w./-]+-v\d+", name):
+        raise InputError(f"minari:{name}: the name of a data set ends with its version, as in minari:cartpole/medium-v0")
     spaces: Any = importlib.import_module("gymnasium.spaces")
     EpisodeBuffer: Any = importlib.import_module("minari.data_collector").EpisodeBuffer
     x, about = recording.arrays, recording.about

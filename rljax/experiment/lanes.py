@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import itertools
 import math
 import os
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from rljax import sharding
 from rljax.agents import Agent, make_agent, reward_model
 from rljax.envs import Environment, Tokens, make_env
 from rljax.envs.wrappers import LearnedReward, as_evaluated
+from rljax.experiment import hosts
 from rljax.experiment.config import Experiment, InputError
 from rljax.experiment.data import load_data
 from rljax.experiment.evaluation import Evaluation, evaluate_agent, random_agent
@@ -94,7 +96,7 @@ class Program:
     def compiled(self) -> tuple["Program", Any]:
         """``(program, its chunk, compiled)``, with half as many lanes at once as often as these need more than a device has."""
         chunk = self.chunk.lower(*self.example(), self.data).compile()
-        if self.at_once == 1 or bytes_needed(chunk) <= bytes_free(self.mesh):
+        if self.at_once == 1 or hosts.lead(lambda: bytes_needed(chunk) <= bytes_free(self.mesh)):
             return self, chunk
         fewer = -(-self.at_once // 2)
         return dataclasses.replace(self, at_once=fewer, **self.lift(fewer)).compiled()
@@ -105,20 +107,26 @@ class Program:
     def pad(self, tree: Any) -> Any:
         """Puts arrays ``[num_lanes, ...]`` on the devices, padded where these divide lanes."""
         if self.rests is not None:
-            return jax.device_put(tree, sharding.of_states(tree, self.mesh, self.experiment.shard))
-        return jax.device_put(_pad(tree, self.mesh.size), NamedSharding(self.mesh, PartitionSpec(AXIS)))
+            return _put(tree, sharding.of_states(tree, self.mesh, self.experiment.shard))
+        return _put(_pad(tree, self.mesh.size), NamedSharding(self.mesh, PartitionSpec(AXIS)))
 
     def share(self, tree: Any) -> Any:
         """Puts arrays that all lanes share on the devices: one copy on each, or, where parameters are split, those as well."""
-        whole = NamedSharding(self.mesh, PartitionSpec())
         if self.experiment.shard == "params" and "base" in tree:
-            return {**tree, "base": jax.device_put(tree["base"], sharding.of_params(tree["base"], self.mesh))}
-        return jax.device_put(tree, whole)
+            return {**tree, "base": _put(tree["base"], sharding.of_params(tree["base"], self.mesh))}
+        return _put(tree, NamedSharding(self.mesh, PartitionSpec()))
+
+    def fetch(self, tree: Any) -> Any:
+        """Numpy arrays ``[num_lanes, ...]`` of arrays ``[padded lanes, ...]``, on every process; all must call it."""
+        if hosts.joined():  # leaf by leaf, since each device holds a copy of all lanes for a moment
+            everywhere = jax.jit(_same, out_shardings=NamedSharding(self.mesh, PartitionSpec()))
+            return self.unpad(jax.tree.map(lambda x: jax.device_get(everywhere(x).addressable_data(0)), tree))
+        return self.unpad(jax.device_get(tree))
 
     def transcriber(self, episodes: int, greedy: bool, samples: int = 1) -> Any:
         """``(padded states, seed) -> Transcript`` of numpy arrays ``[num_lanes, episodes * samples, ...]``, compiled once; None
         where the agent is no language model."""
-        example = jax.tree.map(lambda x: x[0], self.lanes)
+        example = jax.tree.map(lambda x: x[0], self.fetch(self.lanes))
         if not isinstance(self.env.observation_space, Tokens) or self.bind(example)[1].policy is None:
             return None
 
@@ -130,7 +138,7 @@ class Program:
 
         def say(states: Any, seed: int) -> Transcript:
             seeds = self.pad(np.full(self.num_lanes, seed, np.uint32))
-            return self.unpad(jax.device_get(program(self.lanes, states, seeds, self.data)))
+            return self.fetch(program(self.lanes, states, seeds, self.data))
 
         return say
 
@@ -202,7 +210,9 @@ def build(
     num_lanes = len(experiment.lanes())
     devices = devices or jax.devices()
     is_split = experiment.shard != "lanes"
-    mesh = Mesh(np.asarray(devices if is_split else devices[: experiment.lanes_a_call]), (sharding.AXIS if is_split else AXIS,))
+    mesh = Mesh(
+        np.asarray(devices if is_split else _spread(devices, experiment.lanes_a_call)), (sharding.AXIS if is_split else AXIS,)
+    )
     example = jax.tree.map(lambda x: x[0], lanes)
     agent = _checked(lambda: _agent(bind, example))
     if agent.learns_from == "data" and not experiment.data:
@@ -240,11 +250,11 @@ def build(
             f"sweep.halving: there are {-(-num_chunks // chunks_per_eval)} evaluations, and settings are dropped after any "
             f"but the last, got {list(experiment.sweep_halving)}"
         )
-    rests = None
+    rests = states = None
     if is_split:
         shared = None if dataset is None else {"dataset": dataset}
         with sharding.split_over(mesh):
-            states = _checked(lambda: jax.eval_shape(lambda lanes: jax.lax.map(lambda lane: init(lane, shared), lanes), lanes))
+            states = _checked(lambda: jax.eval_shape(lambda: jax.lax.map(lambda lane: init(lane, shared), lanes)))
         rests = sharding.of_states(states, mesh, experiment.shard)
 
     def lift(at_once: int) -> dict[str, Any]:
@@ -274,7 +284,11 @@ def build(
         **lift(at_once),
     )
     data = None if dataset is None else program.share({"dataset": dataset})
-    return dataclasses.replace(program, lanes=program.pad(lanes), data=data)
+    program = dataclasses.replace(program, lanes=program.pad(lanes), data=data)
+    if is_split:  # what cannot be divided is found where it is traced
+        for function in (program.chunk, program.evaluate):
+            _checked(lambda function=function: jax.eval_shape(function, program.lanes, states, data))
+    return program
 
 
 def judge(experiment: Experiment, space: Any) -> RewardModel:
@@ -340,6 +354,45 @@ def _total(value: Any) -> tuple[Array, Array]:
     if isinstance(value, tuple):
         return value[0].sum(), value[1].astype(jnp.float32).sum()
     return value.astype(jnp.float32).sum(), jnp.float32(value.shape[0])
+
+
+def _spread(devices: list[Any], num_lanes: int) -> list[Any]:
+    """At most as many devices as there are lanes, of each process as many as of the others if they have them.
+
+    Raises:
+      InputError: a process would have no lane.
+    """
+    by_process = [list(own) for _, own in itertools.groupby(devices, key=lambda device: device.process_index)]
+    if num_lanes < len(by_process):
+        lanes = f"{num_lanes} lane{'s' * (num_lanes > 1)}"
+        raise InputError(f"{len(by_process)} processes for {lanes}: each needs one of its own, so start fewer")
+    in_turn = [device for turn in itertools.zip_longest(*by_process) for device in turn if device is not None]
+    chosen = set(in_turn[:num_lanes])
+    return [device for device in devices if device in chosen]
+
+
+def _same(x: Array) -> Array:
+    return x
+
+
+def _put(tree: Any, where: Any) -> Any:
+    """`jax.device_put` of what every process has; on several it would send all of it around, to see that it is the same.
+
+    Args:
+      where: one `NamedSharding`, or one for each leaf.
+    """
+    if not hosts.joined():
+        return jax.device_put(tree, where)
+    if isinstance(where, NamedSharding):
+        where = jax.tree.map(lambda x: where, tree)
+
+    def put(x: Any, where: NamedSharding) -> Any:
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return jax.random.wrap_key_data(put(jax.random.key_data(x), where), impl=jax.random.key_impl(x))
+        x = np.asarray(x)
+        return jax.make_array_from_callback(x.shape, where, lambda index: x[index])
+
+    return jax.tree.map(put, tree, where)
 
 
 def _pad(tree: Any, multiple: int) -> Any:

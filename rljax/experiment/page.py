@@ -78,10 +78,10 @@ def legend(figure: Any, axes: Any) -> None:
         figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
 
 
-def png(figure: Any) -> bytes:
+def png(figure: Any, dpi: int | None = None) -> bytes:
     """A figure as the bytes of a file."""
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=160 if figure.get_figwidth() > 6 else 200)
+    figure.savefig(buffer, format="png", dpi=dpi or (160 if figure.get_figwidth() > 6 else 200))
     return buffer.getvalue()
 
 

@@ -27,7 +27,7 @@ from rljax.agents import Agent, make_agent
 from rljax.agents.base import agent_module, whole
 from rljax.envs import Box, Discrete, make_env, space_text
 from rljax.envs.wrappers import as_evaluated
-from rljax.experiment import data, health, report, traces
+from rljax.experiment import data, health, hosts, report, traces
 from rljax.experiment.checkpoint import Checkpoints, SaveError
 from rljax.experiment.config import Experiment, InputError, elsewhere, file_digest, load
 from rljax.experiment.evaluation import Evaluation
@@ -85,7 +85,7 @@ def run(
       fresh: deletes what the run directory holds and starts over.
       listener: called with a dict at each event: ``start``, ``chunk``, ``evaluation``, ``note`` and ``end``.
       argv: recorded in ``run.json``.
-      stop: asked after each chunk; where it is true, the run saves and stops.
+      stop: asked after each chunk; where it is true, the run saves and stops. Of several processes the first is asked.
 
     Raises:
       Stopped: ``stop`` was true before the end; the same run goes on from there.
@@ -94,13 +94,22 @@ def run(
     """
     say = listener or (lambda event: None)
     path = experiment.path
-    with _locked(path, fresh):
+
+    def found() -> dict[str, Any]:
+        """What ``run.json`` says, from when the directory is held."""
+        held.enter_context(_locked(path, fresh))
         info = _read_json(path / "run.json") if (path / "run.json").exists() else {}
         changed = [name for name, seen in info.get("files", {}).items() if (now := _digest(name)) and now != seen]
         if changed:
             raise InputError(
                 f"{path}: {changed[0]} has changed since this run began: --fresh starts over, and loses what it holds"
             )
+        return info
+
+    with contextlib.ExitStack() as held:
+        if hosts.lead(lambda: str(path)) != str(path):
+            raise InputError(f"process {jax.process_index()} has another config than process 0, or another --out")
+        info = hosts.lead(found)
         if info.get("status") == "finished":
             say({"event": "note", "text": f"finished already: {path} (--fresh starts over)"})
             return result(path)
@@ -276,8 +285,12 @@ def _train(
     judges = pay()
     began += clock() - built  # what runs first has a time of its own
     program = _paid(program, judges)
-    path.mkdir(parents=True, exist_ok=True)
-    (path / "config.toml").write_text(experiment.to_toml())
+
+    def open_directory() -> None:
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "config.toml").write_text(experiment.to_toml())
+
+    hosts.lead(open_directory)
     checkpoints = Checkpoints(path / "checkpoints")
     abstract = jax.eval_shape(program.init, program.lanes, program.data)
     restored = checkpoints.restore_latest(jax.eval_shape(program.unpad, abstract))
@@ -298,10 +311,10 @@ def _train(
     else:
         done, states, notes = restored
         states = program.pad(states)
-        checkpoints.drop_after(done)
+        hosts.lead(lambda: checkpoints.drop_after(done))
         for note in notes:
             say({"event": "note", "text": f"{note}; resuming from checkpoint {done}, the newest that can be"})
-    baseline = info.get("random") or _random_baseline(experiment)
+    baseline = info.get("random") or hosts.lead(lambda: _random_baseline(experiment))
     jax.block_until_ready(states)
     compile_seconds = clock() - compile_began
 
@@ -359,8 +372,15 @@ def _train(
         transcript = transcribe(states, experiment.eval_seed)
         step = program.steps_at(done)
         head = _trace_head(path, experiment, done, step, TRANSCRIPTS, experiment.eval_seed, False)
-        episodes = traces.rows(transcript, program.env, experiment.lanes(), step)
-        traces.write(path / "samples" / f"step-{step:012d}.jsonl", head, episodes)
+        if hosts.leads():
+            episodes = traces.rows(transcript, program.env, experiment.lanes(), step)
+            traces.write(path / "samples" / f"step-{step:012d}.jsonl", head, episodes)
+
+    def decide() -> tuple[bool, bool]:
+        """Whether to save now, and to stop after that."""
+        is_last = done == program.num_chunks
+        stops = not is_last and stop()
+        return is_last or stops or clock() - saved_at >= experiment.checkpoint_seconds, stops
 
     def account(status: str) -> None:
         info.update(
@@ -377,19 +397,19 @@ def _train(
 
     try:
         if restored is None:
-            first = program.unpad(evaluate_program(program.lanes, states, program.data))
+            first = program.fetch(evaluate_program(program.lanes, states, program.data))
             metrics.write(program.steps_at(0), None, None, first, halving.left)
             keep_transcripts()
         while done < program.num_chunks:
             chunk_began = clock()
             states, totals, finite = chunk_program(program.lanes, states, program.data)
-            totals, finite = program.unpad(jax.device_get((totals, finite)))
+            totals, finite = program.fetch((totals, finite))
             seconds = clock() - chunk_began
             train_seconds += seconds
             done += 1
             evaluation, left = None, halving.left
             if program.evaluates_at(done):
-                evaluation = program.unpad(jax.device_get(evaluate_program(program.lanes, states, program.data)))
+                evaluation = program.fetch(evaluate_program(program.lanes, states, program.data))
                 keep_transcripts()
             for failure in metrics.write(program.steps_at(done), totals, finite, evaluation, left):
                 say(
@@ -403,11 +423,10 @@ def _train(
             if found := halving.drop(metrics.rows) if evaluation is not None else []:
                 dropped = "; ".join(report.setting_label(drop["values"]) for drop in found)
                 say({"event": "note", "text": f"dropped after evaluation {found[0]['evaluation']}: {dropped}"})
-            is_last = done == program.num_chunks
-            is_stopping = not is_last and stop()
-            if is_last or is_stopping or clock() - saved_at >= experiment.checkpoint_seconds:
+            saves, stops = hosts.lead(decide)
+            if saves:
                 metrics.flush()
-                checkpoints.save(done, program.unpad(states))
+                checkpoints.save(done, program.fetch(states))
                 saved_at = clock()
                 account("running")
             say(
@@ -422,18 +441,22 @@ def _train(
                     "left": left,
                 }
             )
-            if is_stopping:
+            if stops:
                 raise Stopped(f"saved at step {program.steps_at(done):,} of {steps_done:,} in {path}")
     finally:
         metrics.close()
         checkpoints.close()
-    info["finished"] = _now()
-    account("finished")
-    summary = report.write_summary(path)
-    report.write_curve(path)
-    report.write_report(path)
-    say({"event": "end", "path": path, "summary": summary})
-    return result(path, jax.device_get(program.unpad(states)))
+
+    def finish() -> None:
+        info["finished"] = _now()
+        account("finished")
+        summary = report.write_summary(path)
+        report.write_curve(path)
+        report.write_report(path)
+        say({"event": "end", "path": path, "summary": summary})
+
+    hosts.lead(finish)
+    return result(path, program.fetch(states))
 
 
 def _trace_head(
@@ -665,7 +688,7 @@ def evaluate(
     changes = {"eval_episodes": episodes, "eval_seed": seed}
     experiment = dataclasses.replace(experiment, **{k: v for k, v in changes.items() if v is not None})
     program, _, steps, states = _reopen(experiment, path, overrides=overrides, greedy=greedy, paid=False)
-    return steps, program.unpad(jax.device_get(program.evaluate(program.lanes, program.pad(states), program.data)))
+    return steps, program.fetch(program.evaluate(program.lanes, program.pad(states), program.data))
 
 
 def train(experiment: Experiment) -> tuple[Any, dict[str, Array], Evaluation]:
@@ -844,7 +867,10 @@ def _is_finished(experiment: Experiment) -> bool:
 
 
 class _Metrics:
-    """Appends rows to ``metrics.jsonl``; on resume first drops the rows past the checkpoint. ``rows`` are those of the file."""
+    """Appends rows to ``metrics.jsonl``; on resume first drops the rows past the checkpoint. ``rows`` are those of the file.
+
+    Of several processes the first alone writes them.
+    """
 
     def __init__(self, path: Path, lanes: list[dict[str, Any]], last_step: int):
         self._lanes = lanes
@@ -861,10 +887,11 @@ class _Metrics:
                     kept.append(line)
                     self.rows.append(row)
                     self._note_failure(row)
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(line + "\n" for line in kept))
-        os.replace(temporary, path)
-        self._file = path.open("a")
+        if hosts.leads():
+            temporary = path.with_suffix(".tmp")
+            temporary.write_text("".join(line + "\n" for line in kept))
+            os.replace(temporary, path)
+        self._file = (path if hosts.leads() else Path(os.devnull)).open("a")
 
     def write(
         self,
@@ -903,7 +930,8 @@ class _Metrics:
     def flush(self) -> None:
         """To the disk: the rows up to a checkpoint must outlive it."""
         self._file.flush()
-        os.fsync(self._file.fileno())
+        if hosts.leads():
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         self._file.close()
@@ -1004,6 +1032,9 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _write_json(path: Path, data: dict[str, Any]) -> None:
+    """Of several processes the first alone does."""
+    if not hosts.leads():
+        return
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(data, indent=2) + "\n")
     os.replace(temporary, path)
