@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         status = _status(arguments)
     finally:
-        hosts.leave(status)
+        hosts.leave(0 if status == STOPPED else status)  # all have saved together
     return status
 
 
