@@ -1,7 +1,9 @@
 """The ``rljax`` command: thin, over `rljax.experiment`. Nothing here imports jax before a subcommand needs it."""
 
 import argparse
+import signal
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 COMMANDS = {
     "run": "train every lane of a config; resumes a run that was stopped",
     "plan": "what a run would be: programs, lanes, memory; trains nothing",
+    "submit": "queue a job for each program of a config, on Slurm through submitit",
     "redteam": "search the reward of a config's token environment for cheap answers that it pays; trains nothing",
     "eval": "evaluate the last checkpoint of a run, in its own environment or in another",
     "record": "play the last policy of a run and write a data set for offline agents",
@@ -29,7 +32,11 @@ OWN_OPTIONS = {  # of the commands that take those of a config too
         "--process I": "which of them this is, from 0",
         "--coordinator HOST:PORT": "where process 0 listens and the others find it",
     },
-    "plan": {},
+    "plan": {"--probe": "train a chunk or two and evaluate once, to say how long each program would take"},
+    "submit": {
+        "--slurm.KEY VALUE": "a parameter of submitit, as in --slurm.partition gpu --slurm.time 240 --slurm.gpus_per_node 1",
+        "--cluster local": "start the jobs as processes of this machine",
+    },
     "redteam": {
         "--prompts N": "that every answer is played on; default: 64",
         "--seed S": "of the prompts and draws; default: 0",
@@ -38,8 +45,11 @@ OWN_OPTIONS = {  # of the commands that take those of a config too
 }
 
 
+STOPPED = 75  # exit status: saved, and the same command goes on; sysexits.h calls it a temporary failure
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns the exit status: 0, 1 for a failure on the way, 2 for wrong input."""
+    """Runs the command; returns the exit status: 0, 1 for a failure on the way, 2 for wrong input, `STOPPED`."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv and argv[0] in OWN_OPTIONS:  # argparse cannot know their options before the config has been read
         arguments = argparse.Namespace(command=argv[0], arguments=argv[1:])
@@ -54,12 +64,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         status = _status(arguments)
     finally:
-        hosts.leave(status)
+        hosts.leave(0 if status == STOPPED else status)  # all have saved together
     return status
 
 
 def _status(arguments: argparse.Namespace) -> int:
-    from rljax.experiment import InputError, SaveError, hosts
+    from rljax.experiment import InputError, SaveError, Stopped, hosts
 
     try:
         return globals()[f"_{arguments.command}"](arguments)
@@ -69,6 +79,10 @@ def _status(arguments: argparse.Namespace) -> int:
     except SaveError as error:
         print(f"rljax: {error}; make room and run the same command again to go on", file=sys.stderr)
         return 1
+    except Stopped as stopped:
+        if hosts.leads():
+            print(f"rljax: stopped by SIGTERM, {stopped}; the same command goes on from there", file=sys.stderr)
+        return STOPPED
     except KeyboardInterrupt:
         print("rljax: stopped; the same command resumes from the last checkpoint", file=sys.stderr)
         return 130
@@ -168,18 +182,26 @@ def _run(arguments: argparse.Namespace) -> int:
     if len(rest) < len(arguments.arguments) - arguments.arguments.count("--fresh"):
         return _options("run", rest)
     from rljax.experiment import hosts, run, summary_text
+    from rljax.experiment.report import sweep_text
 
-    programs = _experiment(_join(rest)).programs()
-    for i, program in enumerate(programs):
-        if not hosts.leads():
-            run(program, fresh="--fresh" in arguments.arguments)
-            continue
-        if len(programs) > 1:
-            print(f"program {i + 1} of {len(programs)}")
-        with _Progress() as progress:
-            result = run(program, fresh="--fresh" in arguments.arguments, listener=progress, argv=["rljax", *sys.argv[1:]])
-        print(summary_text(result.summary))
-        print(f"\n{result.path}/report.html")
+    experiment = _experiment(_join(rest))
+    programs, members = experiment.programs(), []
+    options = {"fresh": "--fresh" in arguments.arguments, "argv": ["rljax", *sys.argv[1:]]}
+    with _Terminated() as terminated:
+        for i, program in enumerate(programs):
+            if not hosts.leads():
+                run(program, stop=terminated, **options)
+                continue
+            if len(programs) > 1:
+                print(f"program {i + 1} of {len(programs)}")
+            with _Progress() as progress:
+                result = run(program, listener=progress, stop=terminated, **options)
+            print(summary_text(result.summary))
+            print(f"\n{result.path}/report.html")
+            fixed = {key: program.value(key) for key in experiment.sweep if key not in program.sweep}
+            members.append((fixed, result.summary))
+    if len(members) > 1:
+        print(f"\n{sweep_text(members)}")
     return 0
 
 
@@ -203,15 +225,17 @@ def _join(arguments: list[str]) -> list[str]:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    rest = [argument for argument in arguments.arguments if argument not in ("-h", "--help")]
-    if len(rest) < len(arguments.arguments):
+    rest = [argument for argument in arguments.arguments if argument not in ("-h", "--help", "--probe")]
+    probe = "--probe" in arguments.arguments
+    if len(rest) + arguments.arguments.count("--probe") < len(arguments.arguments):
         return _options("plan", rest)
     from rljax.experiment import plan
 
     programs = _experiment(rest).programs()
     print(f"{len(programs)} program{'s' * (len(programs) > 1)}")
+    seconds = 0.0
     for program in programs:
-        p = plan(program)
+        p = plan(program, probe)
         memory = "unknown" if p["device_bytes"] is None else _bytes(p["device_bytes"])
         print(
             f"\n{p['path']}\n"
@@ -223,8 +247,54 @@ def _plan(arguments: argparse.Namespace) -> int:
             f"  memory        {memory} on each device, of which {_bytes(p['state_bytes'] // p['devices'])} is state\n"
             f"  compilation   {p['compile_seconds']:.1f} s"
         )
+        if probe:
+            seconds += p["wall_seconds"]
+            print(
+                f"  wall time     about {_duration(p['wall_seconds'])}: {p['start_seconds']:.1f} s to start, "
+                f"{p['chunks']} chunks of {p['chunk_seconds']:.3g} s{' at first' * bool(program.sweep_halving)}, "
+                f"{p['evaluations']} evaluations of {p['evaluation_seconds']:.3g} s with untrained policies"
+            )
         for source in p["first"]:
             print(f"  first         {source}")
+    if probe and len(programs) > 1:
+        print(f"\nwall time of all programs, one after the other: about {_duration(seconds)}")
+    return 0
+
+
+def _submit(arguments: argparse.Namespace) -> int:
+    rest = [argument for argument in arguments.arguments if argument not in ("-h", "--help")]
+    if len(rest) < len(arguments.arguments):
+        return _options("submit", rest)
+    import json
+
+    from rljax import jobs
+    from rljax.experiment import InputError, load, parse_overrides
+
+    config = [argument for argument in rest[:1] if not argument.startswith("-")]
+    overrides = parse_overrides(rest[len(config) :])
+    cluster = overrides.pop("cluster", "slurm")
+    parameters = {key[6:]: overrides.pop(key) for key in list(overrides) if key.startswith("slurm.")}
+    if not config and "env" not in overrides:
+        raise InputError("name a config file, as in `rljax submit experiments/ppo_cartpole.toml` (`rljax list configs`)")
+    experiment = load(config[0] if config else None, overrides)
+    try:
+        executor = jobs.executor(Path(experiment.out, experiment.name, "jobs").absolute(), str(cluster), parameters)
+        paths = []
+        for program in experiment.programs():
+            info = program.path / "run.json"
+            if info.is_file() and json.loads(info.read_text()).get("status") == "finished":
+                print(f"finished already: {program.path}")
+                continue
+            program.path.mkdir(parents=True, exist_ok=True)
+            (program.path / "config.toml").write_text(program.to_toml())
+            paths.append(program.path.absolute())
+        queued = jobs.submit(executor, paths) if paths else []
+    except OSError as error:
+        raise InputError(f"out: cannot write to {experiment.out}: {error.strerror}") from error
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    for job, path in zip(queued, paths, strict=True):
+        print(f"job {job.job_id}   {path}\n  log {job.paths.stdout}")
     return 0
 
 
@@ -487,6 +557,27 @@ def _duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
+class _Terminated:
+    """Whether SIGTERM has come; the run stops after its chunk, in place of dying on the spot."""
+
+    def __enter__(self) -> "_Terminated":
+        self._came = False
+        self._is_main = threading.current_thread() is threading.main_thread()  # others get no signals
+        if self._is_main:
+            self._before = signal.signal(signal.SIGTERM, self._note)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._is_main:
+            signal.signal(signal.SIGTERM, self._before)
+
+    def _note(self, number: int, frame: Any) -> None:
+        self._came = True
+
+    def __call__(self) -> bool:
+        return self._came
+
+
 class _Progress:
     """Prints the events of a run: a bar with steps/s and ETA on a terminal, a plain line per evaluation elsewhere."""
 
@@ -539,6 +630,7 @@ class _Progress:
             self._bar.update(self._task, total=total, completed=step, description=f"{step:,}/{total:,}  {speed}")
         if event["evaluation"] is not None:
             dead = {failure["lane"] for failure in event["failed"]}
+            dead |= set(range(len(event["evaluation"].returns))) - set(event["left"])
             known = [r[r == r] for lane, r in enumerate(event["evaluation"].returns) if lane not in dead]  # NaN is not itself
             means = [r.mean() if r.size else float("nan") for r in known]
             spread = f"{sum(means) / len(means):9.2f}  ({min(means):.2f} .. {max(means):.2f})" if means else "every lane failed"

@@ -48,13 +48,21 @@ def test_sweep_over_a_static_axis_runs_two_programs(capsys, tmp_path):
     status, out, _ = call(capsys, "run", *FLAGS, "--out", tmp_path, "--sweep.algo.num-steps", 8, 16)
     assert status == 0
     assert "program 2 of 2" in out
+    assert "all 2 settings of 2 programs" in out
+    table = out.partition("all 2 settings")[2]
+    assert "num_steps=8 " in table and "num_steps=16 " in table and table.count("*") == 1
+    assert "picked on these same seeds, so optimistic" in table
+    assert f"rljax run {tmp_path}" in table and "--seeds 2 3" in table
     assert len(list(tmp_path.glob("*/*/summary.json"))) == 2
 
 
 def test_plan_trains_nothing(capsys, tmp_path):
-    status, out, _ = call(capsys, "plan", *FLAGS, "--out", tmp_path)
+    status, out, _ = call(capsys, "plan", *FLAGS, "--out", tmp_path, "--probe", "--sweep.algo.num-steps", 8, 16)
     assert status == 0
-    assert "1 program" in out
+    assert "2 programs" in out
+    assert out.count("  wall time     about 0:") == 2
+    assert "2 evaluations of" in out and "4 chunks of" in out and "with untrained policies" in out
+    assert "wall time of all programs, one after the other: about 0:" in out
     assert "memory" in out
     assert not list(tmp_path.iterdir())
 

@@ -94,7 +94,7 @@ class Page:
 
         def noted_run(*args, **kwargs):
             result = run(*args, **kwargs)
-            self.last_run = result.path
+            self.last_run, self.has_trained = result.path, True
             return result
 
         # `load` is looked up in the package both by the command line and by a reader's import.
@@ -214,9 +214,10 @@ def test_page_of_configs_has_every_key_with_its_default():
         if field.name in ("algo", "env_params", "sweep"):
             assert f"[{field.name}]" in (ROOT / "docs/config.md").read_text()
             continue
-        assert field.name in rows, field.name
-        if field.name not in ("env", "total_steps", "name"):  # no default, or one that is said in words
-            assert rows[field.name][0] == written(field.default), field.name
+        name = field.name.replace("sweep_", "sweep.")
+        assert name in rows, name
+        if name not in ("env", "total_steps", "name"):  # no default, or one that is said in words
+            assert rows[name][0] == written(field.default), name
 
 
 def assert_named(metrics: Iterable[str], name: str) -> None:

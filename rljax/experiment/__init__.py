@@ -9,6 +9,7 @@ from rljax.experiment.redteam import RedTeam, red_team
 from rljax.experiment.report import summary_text, write_report
 from rljax.experiment.run import (
     Result,
+    Stopped,
     evaluate,
     export,
     load_run,
@@ -33,6 +34,7 @@ __all__ = [
     "RedTeam",
     "Result",
     "SaveError",
+    "Stopped",
     "compare",
     "evaluate",
     "evaluate_agent",

@@ -217,7 +217,7 @@ def compare(paths: str | Path | Sequence[str | Path]) -> Comparison:
 
 
 def _entries(path: Path) -> list[Entry]:
-    """One for each setting of a run, whose labels are not known yet."""
+    """One for each setting of a run that was not dropped on the way, whose labels are not known yet."""
     run = report.read_run(path)
     if run.info.get("status") != "finished":
         done, asked = (f"{run.info.get(key) or 0:,}" for key in ("steps_done", "steps_asked"))
@@ -233,7 +233,7 @@ def _entries(path: Path) -> list[Entry]:
     summary = report.summarize(run)
     own = _settings(config)
     entries = []
-    for setting in summary["settings"]:
+    for setting in (setting for setting in summary["settings"] if setting["dropped"] is None):
         values = {**own, **setting["values"]}
         params = {key.partition(".")[2]: key for key in values if key.startswith("env_params.")}
         place = _place(run.info["env"], {name: values[key] for name, key in params.items()})
@@ -502,6 +502,10 @@ def _cautions(tasks: dict[str, list[Entry]]) -> list[str]:
             if lost := entry.setting["failed"]:
                 seeds = f"{len(lost)} of {len(lost) + len(entry.setting['seeds'])} seeds"
                 notes.append(f"{entry.contender} on {task}: {seeds} failed and are left out, which flatters what is left.")
+    for summary in {id(entry.run): entry.summary for here in tasks.values() for entry in here}.values():
+        if dropped := [setting["label"] for setting in summary["settings"] if setting["dropped"] is not None]:
+            run = f"{summary['name']}/{summary['config_hash']}"
+            notes.append(f"Of {run} halving has dropped, and so they are left out here: {'; '.join(dropped)}.")
     if any(run is other for here in tasks.values() for run, other in itertools.combinations([entry.run for entry in here], 2)):
         notes.append("The best setting of a sweep, if it is picked on these seeds, is optimistic beside what was not picked.")
     return notes

@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import json
 import math
+import random
 import tomllib
 import types
 import typing
@@ -29,6 +30,13 @@ from rljax.options import is_in_range, range_text, static
 
 SECTIONS = ("model", "algo", "env_params", "sweep")
 SOURCES = ("start_from", "reward_from")  # keys that name an experiment which runs first
+SWEEP_OPTIONS = {  # of [sweep]; its other keys are what is swept
+    "mode": str,
+    "draws": int,
+    "seed": int,
+    "halving": tuple[int, ...],
+    "keep": float,
+}
 
 
 class InputError(ValueError):
@@ -41,8 +49,9 @@ class Experiment:
 
     ``start_from`` and ``reward_from`` are experiments of their own, which run first, on the seeds of this one: where the
     parameters begin, and the reward model that pays.
-    ``sweep`` maps dotted keys (``algo.*``, ``env_params.*``) to lists of values; `programs` splits it into programs and
-    `lanes` lists the lanes of one.
+    ``sweep`` maps dotted keys (``algo.*``, ``env_params.*``) to lists of values, and ``sweep_mode`` says which of them go
+    together: ``grid``, all with all, or ``list``, the first of each, then the second. `programs` splits it into programs and
+    `lanes` lists the lanes of one. After the evaluations ``sweep_halving`` the share ``sweep_keep`` of the settings goes on.
     """
 
     env: str = static("", "environment, see `rljax list`")
@@ -69,6 +78,9 @@ class Experiment:
     env_params: dict[str, Any] = dataclasses.field(default_factory=dict)
     algo: Any = None
     sweep: dict[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+    sweep_mode: str = "grid"
+    sweep_halving: tuple[int, ...] = ()
+    sweep_keep: float = 0.5
 
     @property
     def algo_name(self) -> str:
@@ -80,7 +92,12 @@ class Experiment:
         algo = {f.name: getattr(self.algo, f.name) for f in dataclasses.fields(self.algo)}
         model = algo.pop("model", None)
         data |= {key: source.to_dict() for key in SOURCES if (source := getattr(self, key)) is not None}
-        data |= {"algo": {"name": self.algo_name, **algo}, "env_params": self.env_params, "sweep": self.sweep}
+        sweep: dict[str, Any] = dict(self.sweep)
+        if sweep and self.sweep_mode != "grid":
+            sweep["mode"] = self.sweep_mode
+        if sweep and self.sweep_halving:
+            sweep |= {"halving": self.sweep_halving, "keep": self.sweep_keep}
+        data |= {"algo": {"name": self.algo_name, **algo}, "env_params": self.env_params, "sweep": sweep}
         if model is not None:
             data["model"] = dataclasses.asdict(model)
         return _plain(data)
@@ -117,23 +134,53 @@ class Experiment:
         is_numeric = all(_is_number(value) for value in self.sweep.get(key, ()))
         return is_numeric and _env_takes_traced(self.env, name, json.dumps(self.env_params, sort_keys=True))
 
+    def settings(self) -> list[dict[str, Any]]:
+        """The combinations of swept values."""
+        zipped = self.sweep and self.sweep_mode == "list"
+        rows = zip(*self.sweep.values(), strict=True) if zipped else itertools.product(*self.sweep.values())
+        return [dict(zip(self.sweep, row, strict=True)) for row in rows]
+
     def programs(self) -> list["Experiment"]:
         """One experiment for each combination of swept static values; what is left in ``sweep`` are traced axes."""
         static_keys = [key for key in self.sweep if not self.is_traced(key)]
-        traced_axes = {key: values for key, values in self.sweep.items() if key not in static_keys}
-        combinations = itertools.product(*(self.sweep[key] for key in static_keys))
-        return [
-            dataclasses.replace(self._with(dict(zip(static_keys, values, strict=True))), sweep=traced_axes)
-            for values in combinations
-        ]
+        traced_keys = [key for key in self.sweep if key not in static_keys]
+        groups: dict[str, list[dict[str, Any]]] = {}
+        for setting in self.settings():
+            groups.setdefault(repr([setting[key] for key in static_keys]), []).append(setting)
+        programs = []
+        for rows in groups.values():
+            columns = {key: tuple(row[key] for row in rows) for key in traced_keys}
+            axes = columns if self.sweep_mode == "list" else {key: self.sweep[key] for key in traced_keys}
+            fixed = self._with({key: rows[0][key] for key in static_keys})
+            program = dataclasses.replace(fixed, sweep=axes, sweep_mode=self.sweep_mode if axes else "grid")
+            halves = len(program.settings()) > 1
+            programs.append(program if halves else dataclasses.replace(program, sweep_halving=(), sweep_keep=0.5))
+        return programs
 
     def lanes(self) -> list[dict[str, Any]]:
         """Lanes of one program: ``{"lane", "seed", **swept values}``, seeds varying fastest."""
-        combinations = itertools.product(*self.sweep.values(), self.seeds)
-        return [
-            {"lane": i, "seed": seed, **dict(zip(self.sweep, values, strict=True))}
-            for i, (*values, seed) in enumerate(combinations)
-        ]
+        pairs = itertools.product(self.settings(), self.seeds)
+        return [{"lane": i, "seed": seed, **setting} for i, (setting, seed) in enumerate(pairs)]
+
+    @property
+    def rungs(self) -> list[int]:
+        """How many settings there are at first, and after each evaluation of ``sweep_halving``."""
+        counts = [len(self.settings())]
+        for _ in self.sweep_halving:
+            counts.append(math.ceil(round(counts[-1] * self.sweep_keep, 9)))
+        return counts
+
+    @property
+    def lanes_a_call(self) -> int:
+        """Those of the last rung, for which the program is compiled."""
+        return self.rungs[-1] * len(self.seeds)
+
+    def value(self, key: str) -> Any:
+        """That of a dotted key of ``algo``, ``model`` or ``env_params``."""
+        section, name = key.split(".", 1)
+        if section == "env_params":
+            return self.env_params.get(name)
+        return getattr(self.algo if section == "algo" else self.algo.model, name)
 
     def _with(self, values: dict[str, Any]) -> "Experiment":
         algo = {key[5:]: value for key, value in values.items() if key.startswith("algo.")}
@@ -169,7 +216,11 @@ def load(path: str | Path | None = None, overrides: dict[str, Any] | None = None
             place = path.absolute().parent
             entries |= {"out": (str(place.parent), str(path)), "name": (place.name, str(path))}
     for key, value in (overrides or {}).items():
-        entries[key.replace("-", "_")] = (value, "override")
+        key = key.replace("-", "_")
+        entries[key] = (value, "override")
+        swept = entries.pop(f"sweep.{key}", None)  # one value in place of those that a file sweeps
+        if swept is not None and not any(key.startswith("sweep.") and key[6:] not in SWEEP_OPTIONS for key in entries):
+            entries = {key: entry for key, entry in entries.items() if not key.startswith("sweep.")}
     return _resolve(entries, name)
 
 
@@ -192,6 +243,14 @@ def elsewhere(experiment: Experiment, overrides: dict[str, Any]) -> Experiment:
         return key not in SOURCES and param not in overrides and not (is_other and param.startswith("env_params."))
 
     entries = {key: entry for key, entry in _flatten(experiment.to_dict(), "config.toml").items() if stays(key)}
+    if experiment.sweep_mode == "list":  # settings may be the same but for what is replaced
+        left = [key for key in experiment.sweep if f"sweep.{key}" in entries]
+        rows = dict.fromkeys(tuple(setting[key] for key in left) for setting in experiment.settings())
+        entries |= {
+            f"sweep.{key}": (list(column), "config.toml") for key, column in zip(left, zip(*rows, strict=True), strict=True)
+        }
+    if not any(key.startswith("sweep.") and key[6:] not in SWEEP_OPTIONS for key in entries):
+        entries = {key: entry for key, entry in entries.items() if not key.startswith("sweep.")}
     return _resolve(entries | {key: (value, "override") for key, value in overrides.items()}, experiment.name)
 
 
@@ -217,7 +276,8 @@ def parse_overrides(arguments: list[str]) -> dict[str, Any]:
     for key, values in overrides.items():
         if not values:
             raise InputError(f"--{key}: a value is missing")
-        if len(values) == 1 and not key.startswith("sweep."):
+        is_axis = key.startswith("sweep.") and key[6:] not in SWEEP_OPTIONS
+        if len(values) == 1 and (not is_axis or isinstance(values[0], dict)):
             overrides[key] = values[0]
     return overrides
 
@@ -303,7 +363,7 @@ def _flatten(data: dict[str, Any], origin: str) -> dict[str, tuple[Any, str]]:
         if not isinstance(value, dict):
             raise InputError(f"{origin}: {key} must be a table, [{key}], got {value!r}")
         for name, item in value.items():
-            if key == "sweep" and isinstance(item, dict):  # [sweep.algo] learning_rate = [...]
+            if key == "sweep" and name in SECTIONS and isinstance(item, dict):  # [sweep.algo] learning_rate = [...]
                 entries |= {f"sweep.{name}.{n}": (v, origin) for n, v in item.items()}
             else:
                 entries[f"{key}.{name}"] = (item, origin)
@@ -339,17 +399,19 @@ def _resolve(entries: dict[str, tuple[Any, str]], name: str) -> Experiment:
 
     values: dict[str, Any] = {}
     sources = {name: {key: entries.pop(key) for key in list(entries) if key.partition(".")[0] == name} for name in SOURCES}
+    draw = _Draw.of({key: entries.pop(f"sweep.{key}") for key in SWEEP_OPTIONS if f"sweep.{key}" in entries}, entries)
     env_entries = {key: entry for key, entry in entries.items() if key.split(".")[-2:-1] == ["env_params"]}
     for key, (value, origin) in entries.items():
         if key in env_entries:
             continue
         swept = key.removeprefix("sweep.")
         if swept != key and swept in algo:
-            values[key] = tuple(convert(swept, v, origin) for v in _as_list(key, value, origin))
+            is_whole = int in (hints[swept], *typing.get_args(hints[swept]))
+            values[key] = tuple(convert(swept, v, origin) for v in draw.values(key, value, origin, is_whole))
         elif swept == key and key in fields:
             values[key] = convert(key, value, origin)
         else:
-            options = [f"sweep.{k}" for k in algo] if swept != key else known
+            options = [f"sweep.{k}" for k in (*algo, *SWEEP_OPTIONS)] if swept != key else known
             raise InputError(f"{origin}: unknown key {key}{did_you_mean(key, options)}")
     for key in ("env", "total_steps"):
         if key not in values:
@@ -367,7 +429,8 @@ def _resolve(entries: dict[str, tuple[Any, str]], name: str) -> Experiment:
             near = did_you_mean(param, list(env_known))
             raise InputError(f"{origin}: unknown key {key}: {values['env']} has no parameter {param!r}{near}")
         swept = key.startswith("sweep.")
-        items = _as_list(key, value, origin) if swept else [value]
+        is_whole = isinstance(env_known[param], int) and not isinstance(env_known[param], bool)
+        items = draw.values(key, value, origin, is_whole) if swept else [value]
         items = [_env_value(key, item, env_known[param], origin) for item in items]
         values[key] = tuple(items) if swept else items[0]
         if param in WRAPPERS and not swept and items[0] is None:
@@ -407,12 +470,99 @@ def _resolve(entries: dict[str, tuple[Any, str]], name: str) -> Experiment:
         **{"name": name, **top_values},
         env_params=sections["env_params"],
         algo=algo_config,
-        sweep=dict(sorted(sections["sweep"].items())),
+        **draw.settings(dict(sorted(sections["sweep"].items()))),
     )
     experiment = dataclasses.replace(experiment, **{key: _source(key, own, experiment) for key, own in sources.items()})
     if experiment.reward_from is not None and experiment.reward_from.algo_name != "reward_model":
         raise InputError(f"reward_from: {experiment.reward_from.name} is not of algo.name reward_model, which alone can pay")
     return experiment
+
+
+@dataclasses.dataclass(frozen=True)
+class _Draw:
+    """How the values of ``[sweep]`` go together: its options, with where each came from."""
+
+    mode: str = "grid"
+    draws: int = 0
+    seed: int = 0
+    halving: tuple[int, ...] = ()
+    keep: float = 0.5
+    origin: str = ""
+
+    @classmethod
+    def of(cls, options: dict[str, tuple[Any, str]], entries: dict[str, Any]) -> "_Draw":
+        found = {key: _convert(f"sweep.{key}", value, SWEEP_OPTIONS[key], origin) for key, (value, origin) in options.items()}
+        if not found:
+            return cls()
+        origin = next(iter(options.values()))[1]
+        made = cls(**found, origin=origin)
+        if not any(key.startswith("sweep.") for key in entries):
+            raise InputError(
+                f'{origin}: sweep.{next(iter(found))}: nothing is swept; list values, as in "algo.clip" = [0.1, 0.2]'
+            )
+        if made.mode not in ("grid", "list", "random"):
+            raise InputError(f"{origin}: sweep.mode must be one of grid, list, random, got {made.mode!r}")
+        if made.mode != "random" and (extra := [key for key in ("draws", "seed") if key in found]):
+            raise InputError(f'{options[extra[0]][1]}: sweep.{extra[0]} is of sweep.mode = "random"; leave it out, or set that')
+        if "keep" in found and not (made.halving and 0 < made.keep < 1):
+            wanted = "above 0 and below 1, the share of settings that goes on" if made.halving else "set with sweep.halving"
+            raise InputError(f"{options['keep'][1]}: sweep.keep must be {wanted}, got {made.keep}")
+        if any(b <= a for a, b in itertools.pairwise((0, *made.halving))):
+            raise InputError(
+                f"{options['halving'][1]}: sweep.halving must hold numbers of evaluations, from 1 on and in their order, "
+                f"got {list(made.halving)}"
+            )
+        if made.mode == "random" and made.draws < 1:
+            raise InputError(f"{origin}: sweep.draws must be >= 1, the number of settings that are drawn, got {made.draws}")
+        return made
+
+    def values(self, key: str, value: Any, origin: str, is_whole: bool) -> list[Any]:
+        """Those of one swept key: as they are listed, or drawn."""
+        if self.mode != "random":
+            if isinstance(value, dict):
+                raise InputError(f'{origin}: {key} is a range, {value!r}, which only sweep.mode = "random" draws from')
+            return _as_list(key, value, origin, self.mode == "list")
+        rng = random.Random(f"{self.seed} {key}")  # of its own, so that more draws, or other keys, keep those there were
+        if not isinstance(value, dict):
+            choices = _as_list(key, value, origin)
+            return [choices[int(rng.random() * len(choices))] for _ in range(self.draws)]
+        (name, ends), *more = [*value.items()] or [("", None)]
+        is_range = isinstance(ends, list | tuple) and len(ends) == 2 and all(map(_is_number, ends)) and ends[0] < ends[1]
+        if more or name not in ("uniform", "log_uniform") or not is_range:
+            raise InputError(
+                f"{origin}: {key} must be a list of values to draw from, {{ uniform = [low, high] }} or "
+                f"{{ log_uniform = [low, high] }}, got {value!r}"
+            )
+        low, high = ends
+        if name == "log_uniform" and low <= 0:
+            raise InputError(f"{origin}: {key}: log_uniform must begin above 0, got {low!r}")
+        if is_whole and (low != int(low) or high != int(high)):
+            raise InputError(f"{origin}: {key} must have whole numbers as its ends, got {value!r}")
+        scale, back = (math.log, math.exp) if name == "log_uniform" else (float, float)
+        start, width = scale(low), scale(high + is_whole) - scale(low)
+        drawn = [back(start + width * rng.random()) for _ in range(self.draws)]
+        shaped = [math.floor(x) if is_whole else float(f"{x:.4g}") for x in drawn]  # four digits can be typed again
+        return [min(max(x, low), high) for x in shaped]
+
+    def settings(self, sweep: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
+        """The fields of an experiment that are of its sweep: of what is drawn a list, each setting once."""
+        fields = {"sweep_halving": self.halving, "sweep_keep": self.keep}
+        if self.mode == "grid" or not sweep:
+            return {"sweep": sweep, **fields}
+        first = next(iter(sweep))
+        for key, column in sweep.items():
+            if len(column) != len(sweep[first]):
+                raise InputError(
+                    f"{self.origin}: sweep.{key} lists {len(column)} values and sweep.{first} {len(sweep[first])}; "
+                    'sweep.mode = "list" takes the first of each together, then the second'
+                )
+        rows = list(zip(*sweep.values(), strict=True))
+        unique = [row for i, row in enumerate(rows) if row not in rows[:i]]
+        if self.mode == "list" and len(unique) < len(rows):  # its seeds would be counted twice
+            twice = next(row for i, row in enumerate(rows) if row in rows[:i])
+            text = ", ".join(f"{key} = {value!r}" for key, value in zip(sweep, twice, strict=True))
+            raise InputError(f"{self.origin}: sweep lists a setting twice, {text}")
+        return {"sweep": dict(zip(sweep, zip(*unique, strict=True), strict=True)), "sweep_mode": "list", **fields}
 
 
 def _with_sizes(model: dict[str, Any]) -> dict[str, Any]:
@@ -508,7 +658,11 @@ def _digest(name: str, changed: int, size: int) -> str:
 
 
 def _top_fields() -> dict[str, dataclasses.Field[Any]]:
-    return {f.name: f for f in dataclasses.fields(Experiment) if f.name not in (*SECTIONS, *SOURCES)}
+    return {
+        f.name: f
+        for f in dataclasses.fields(Experiment)
+        if f.name not in (*SECTIONS, *SOURCES) and not f.name.startswith("sweep_")
+    }
 
 
 def _convert(key: str, value: Any, hint: Any, origin: str) -> Any:
@@ -562,10 +716,10 @@ def _env_value(key: str, value: Any, default: Any, origin: str) -> Any:
     return int(value) if value == int(value) else value
 
 
-def _as_list(key: str, value: Any, origin: str) -> list[Any]:
+def _as_list(key: str, value: Any, origin: str, may_repeat: bool = False) -> list[Any]:
     if not isinstance(value, list | tuple) or not value:
         raise InputError(f"{origin}: {key} must be a list of values to sweep, got {value!r}")
-    if any(item in value[:i] for i, item in enumerate(value)):  # its seeds would be counted twice
+    if not may_repeat and any(item in value[:i] for i, item in enumerate(value)):  # its seeds would be counted twice
         raise InputError(f"{origin}: {key} holds a value twice, {value!r}")
     return list(value)
 

@@ -85,10 +85,17 @@ class Program:
         """Environment steps per seed after ``chunk`` chunks, as a Python integer (int32 would overflow at 2.1e9)."""
         return self.init_steps + chunk * self.updates_per_chunk * self.env_steps
 
+    def example(self) -> tuple[Any, Any]:
+        """``(lanes, states)`` of one call of a compiled program, as shapes: all, or of a halving those of its last rung."""
+        states = jax.eval_shape(self.init, self.lanes, self.data)
+        if not self.experiment.sweep_halving:
+            return self.lanes, states
+        size = -(-self.experiment.lanes_a_call // self.mesh.size) * self.mesh.size
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), (self.lanes, states))
+
     def compiled(self) -> tuple["Program", Any]:
         """``(program, its chunk, compiled)``, with half as many lanes at once as often as these need more than a device has."""
-        states = jax.eval_shape(self.init, self.lanes, self.data)
-        chunk = self.chunk.lower(self.lanes, states, self.data).compile()
+        chunk = self.chunk.lower(*self.example(), self.data).compile()
         if self.at_once == 1 or hosts.lead(lambda: bytes_needed(chunk) <= bytes_free(self.mesh)):
             return self, chunk
         fewer = -(-self.at_once // 2)
@@ -203,7 +210,9 @@ def build(
     num_lanes = len(experiment.lanes())
     devices = devices or jax.devices()
     is_split = experiment.shard != "lanes"
-    mesh = Mesh(np.asarray(devices if is_split else _spread(devices, num_lanes)), (sharding.AXIS if is_split else AXIS,))
+    mesh = Mesh(
+        np.asarray(devices if is_split else _spread(devices, experiment.lanes_a_call)), (sharding.AXIS if is_split else AXIS,)
+    )
     example = jax.tree.map(lambda x: x[0], lanes)
     agent = _checked(lambda: _agent(bind, example))
     if agent.learns_from == "data" and not experiment.data:
@@ -233,6 +242,14 @@ def build(
     updates = max(1, -(-(experiment.total_steps - agent.init_steps) // agent.env_steps))
     updates_per_chunk = max(1, -(-updates // (experiment.evals * CHUNKS_PER_EVAL)))
     num_chunks = -(-updates // updates_per_chunk)
+    chunks_per_eval = -(-num_chunks // experiment.evals)
+    if experiment.sweep_halving and is_split:
+        raise InputError(f"sweep.halving packs whole lanes: leave it out, or shard, which is {experiment.shard!r}")
+    if experiment.sweep_halving and experiment.sweep_halving[-1] * chunks_per_eval >= num_chunks:
+        raise InputError(
+            f"sweep.halving: there are {-(-num_chunks // chunks_per_eval)} evaluations, and settings are dropped after any "
+            f"but the last, got {list(experiment.sweep_halving)}"
+        )
     rests = states = None
     if is_split:
         shared = None if dataset is None else {"dataset": dataset}
@@ -253,7 +270,7 @@ def build(
         mesh=mesh,
         updates_per_chunk=updates_per_chunk,
         num_chunks=num_chunks,
-        chunks_per_eval=-(-num_chunks // experiment.evals),
+        chunks_per_eval=chunks_per_eval,
         env_steps=agent.env_steps,
         init_steps=agent.init_steps,
         data=None,
@@ -399,7 +416,7 @@ def _at_once(experiment: Experiment, mesh: Mesh, env_steps: int) -> int:
     is_cpu = mesh.devices.flat[0].platform == "cpu"
     if experiment.shard != "lanes" or (is_cpu and model is not None and env_steps * model.width >= IN_TURN):
         return 1
-    return -(-len(experiment.lanes()) // mesh.size)
+    return -(-experiment.lanes_a_call // mesh.size)
 
 
 def bytes_needed(compiled: Any) -> int:

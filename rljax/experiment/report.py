@@ -94,24 +94,28 @@ def _series(run: Run, key: str) -> dict[int, np.ndarray]:
 def _settings(info: dict[str, Any]) -> list[tuple[str, dict[str, Any], list[dict[str, Any]]]]:
     """(label, swept values, lanes) of each combination of swept values; a lane is one seed of it."""
     swept = list(info.get("sweep") or {})
-    short = [key.rpartition(".")[2] for key in swept]
-    names = short if len(set(short)) == len(short) else swept
     groups: dict[str, list[dict[str, Any]]] = {}
     for lane in info["lanes"]:
         groups.setdefault(json.dumps([lane.get(key) for key in swept]), []).append(lane)
     settings = []
     for lanes in groups.values():
         values = {key: lanes[0].get(key) for key in swept}
-        label = ", ".join(f"{name}={value}" for name, value in zip(names, values.values(), strict=True))
-        settings.append((label or info["agent"], values, lanes))
+        settings.append((setting_label(values) or info["agent"], values, lanes))
     return settings
+
+
+def setting_label(values: dict[str, Any]) -> str:
+    short = [key.rpartition(".")[2] for key in values]
+    names = short if len(set(short)) == len(short) else values
+    return ", ".join(f"{name}={value}" for name, value in zip(names, values.values(), strict=True))
 
 
 def _final_rows(run: Run, metric: str) -> dict[int, dict[str, Any]]:
     """{lane: the row that its final score is read from}.
 
     An evaluation's row counts even where its return is null: that is a seed that went wrong, and must be named. A
-    training return is null whenever no episode happened to finish, so the last that is not is used.
+    training return is null whenever no episode happened to finish, so the last that is not is used. That of a lane that
+    was dropped on the way is its last.
     """
     rows: dict[int, dict[int, dict[str, Any]]] = {}
     for row in run.rows:
@@ -120,9 +124,10 @@ def _final_rows(run: Run, metric: str) -> dict[int, dict[str, Any]]:
     if metric == TRAINING:
         return {lane: of[max(of)] for lane, of in rows.items()}
     gone = {entry["lane"] for entry in run.info.get("failed") or []}
+    dropped = {lane: entry["step"] for entry in run.info.get("dropped") or [] for lane in entry["lanes"]}
     # Of a run killed between two lanes' rows, the last step that every seed has reached.
-    step = min((max(of) for lane, of in rows.items() if lane not in gone), default=None)
-    return {lane: of[step] for lane, of in rows.items() if step in of}
+    step = min((max(of) for lane, of in rows.items() if lane not in gone | dropped.keys()), default=None)
+    return {lane: of[at] for lane, of in rows.items() if (at := dropped.get(lane, step)) in of}
 
 
 def _spread(seeds: int) -> str:
@@ -156,17 +161,19 @@ def summarize(run: Run | str | Path) -> dict[str, Any]:
     """The summary of a run, or of what is in its directory, ready for JSON: what is not defined is None, never NaN.
 
     Each of its `settings` (one a combination of swept values) has `iqm`, `low`, `high` (95% bootstrap interval over
-    seeds; None with one seed), `mean`, `min`, `max`, `spread`, the `seeds` that count, and the `failed` ones by name.
+    seeds; None with one seed), `mean`, `min`, `max`, `spread`, the `seeds` that count, and the `failed` ones by name; and
+    `dropped`, the step after which halving dropped it, or None: its scores are of that step, and it is not the best.
     """
     run = run if isinstance(run, Run) else read_run(run)
     info = run.info
     metric = EVALUATION if any(EVALUATION in row for row in run.rows) else TRAINING
     finals, failed = _final_rows(run, metric), {entry["lane"]: entry for entry in info.get("failed") or []}
-    settings = [
-        {"label": label, "values": values, **_summarize_lanes(lanes, metric, finals, failed)}
-        for label, values, lanes in _settings(info)
-    ]
-    scored = [setting for setting in settings if setting["iqm"] is not None]
+    dropped = {lane: entry["step"] for entry in info.get("dropped") or [] for lane in entry["lanes"]}
+    settings = []
+    for label, values, lanes in _settings(info):
+        scores = _summarize_lanes(lanes, metric, finals, failed)
+        settings.append({"label": label, "values": values, "dropped": dropped.get(lanes[0]["lane"]), **scores})
+    scored = [setting for setting in settings if setting["iqm"] is not None and setting["dropped"] is None]
     kept = ("steps_asked", "steps_done", "wall_seconds", "compile_seconds", "steps_per_second", "command", "random", "data")
     return {
         **{key: info.get(key) for key in ("name", "config_hash", "env", "agent", "status")},
@@ -212,7 +219,8 @@ def result_rows(settings: Sequence[dict]) -> list[list[str]]:
         interval = "n/a" if setting["low"] is None else f"[{number(setting['low'])}, {number(setting['high'])}]"
         span = f"{number(setting['min'])} to {number(setting['max'])}" if used else "n/a"
         seeds = str(used) if used == asked else f"{used} of {asked}"
-        rows.append([setting["label"], seeds, number(setting["iqm"]), interval, number(setting["mean"]), span])
+        until = f" (dropped at {_count(setting['dropped'])})" if setting.get("dropped") is not None else ""
+        rows.append([setting["label"] + until, seeds, number(setting["iqm"]), interval, number(setting["mean"]), span])
     return rows
 
 
@@ -250,6 +258,9 @@ def _facts(summary: dict) -> list[tuple[str, str]]:
     if summary["best"] is not None:
         text = f"{summary['best']}: highest IQM of {len(settings)} settings, picked on these same seeds, so optimistic"
         facts.append(("best", text))
+    if out := [setting for setting in settings if setting["dropped"] is not None]:
+        steps = ", ".join(map(_count, sorted({setting["dropped"] for setting in out})))
+        facts.append(("dropped", f"{len(out)} settings, at steps {steps}, and scored there; not to be set beside the others"))
     facts += [("note", summary["note"])] if summary["note"] else []
     facts.append(("random", random_line(summary["random"], settings)))
     facts += _normalized(summary["data"] or {}, settings)
@@ -272,6 +283,16 @@ def _warnings(summary: dict) -> list[tuple[str, str]]:
     return [("warning", sentence(warning, lanes)) for warning in summary["warnings"] or []]
 
 
+def _commands(summary: dict, setting: dict) -> list[tuple[str, str]]:
+    """How to run one setting of a sweep by itself, on the same seeds and on as many others."""
+    run = (summary["command"] or "").replace("rljax reproduce", "rljax run", 1)
+    words = [word for key, value in setting["values"].items() for word in (f"--{key}", str(value))]
+    seeds = sorted(entry["seed"] for entry in setting["seeds"] + setting["failed"])
+    alone = " ".join([run, shlex.join(words)]) if words else ""
+    fresh = " ".join([alone or run, "--seeds", *(str(seeds[-1] + 1 + i) for i in range(len(seeds)))])
+    return [("alone", alone)] * bool(alone) + [("new seeds", fresh)]
+
+
 def _costs(summary: dict) -> list[tuple[str, str]]:
     wall, compiling = _duration(summary["wall_seconds"]), _duration(summary["compile_seconds"])
     return [
@@ -287,8 +308,30 @@ def summary_text(summary: dict[str, Any]) -> str:
     table = [RESULTS, *result_rows(summary["settings"])]
     lines = [f"{_title(summary)}   {_run_id(summary)}   {summary['status']}", ""]
     lines += [f"{'*' if row[0] == summary['best'] else ' '} {line}" for row, line in zip(table, page.columns(table), strict=True)]
-    facts = [f"  {name:<10}   {text}" for name, text in _facts(summary) + _warnings(summary) + _costs(summary)]
-    return "\n".join([*lines, "", *facts])
+    best = [_commands(summary, setting) for setting in summary["settings"] if setting["label"] == summary["best"]]
+    pairs = [*_facts(summary), *_warnings(summary), *_costs(summary), *(pair for pairs in best for pair in pairs)]
+    return "\n".join([*lines, "", *(f"  {name:<10}   {text}" for name, text in pairs)])
+
+
+def sweep_text(members: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> str:
+    """One table over all programs of a sweep: for each, the values in which it differs from the others, and its summary."""
+    settings = []
+    for fixed, summary in members:
+        for setting in summary["settings"]:
+            values = dict(sorted({**fixed, **setting["values"]}.items()))
+            settings.append({**setting, "label": setting_label(values), "again": _commands(summary, setting)})
+    table = [RESULTS, *result_rows(settings)]
+    scored = [setting for setting in settings if setting["iqm"] is not None and setting["dropped"] is None]
+    best = max(scored, key=lambda setting: setting["iqm"]) if scored else None
+    lines = [f"all {len(settings)} settings of {len(members)} programs", ""]
+    marks = [" ", *("*" if setting is best else " " for setting in settings)]
+    lines += [f"{mark} {line}" for mark, line in zip(marks, page.columns(table), strict=True)]
+    if best is None:
+        return "\n".join(lines)
+    _, seeds, centre, interval, *_ = table[1 + settings.index(best)]
+    text = f"{best['label']}: IQM {centre}, 95% interval {interval}, over {seeds} seeds"
+    facts = [("best", text), ("", f"the highest IQM of {len(settings)} settings, picked on these same seeds, so optimistic")]
+    return "\n".join([*lines, "", *(f"  {name:<10}   {text}" for name, text in [*facts, *best["again"]])])
 
 
 def _title(info: dict) -> str:

@@ -31,11 +31,16 @@ from rljax.experiment import data, health, hosts, report, traces
 from rljax.experiment.checkpoint import Checkpoints, SaveError
 from rljax.experiment.config import Experiment, InputError, elsewhere, file_digest, load
 from rljax.experiment.evaluation import Evaluation
+from rljax.experiment.halving import Halving
 from rljax.experiment.lanes import Program, build, bytes_needed, evaluate_random, first_environment, judge
 from rljax.networks.transformer import merge
 
 Listener = Callable[[dict[str, Any]], None]
 TRANSCRIPTS = 4  # episodes of each lane that are written down at each evaluation of a language model
+
+
+class Stopped(Exception):
+    """A run has been asked to stop, and has saved; the message says where it is."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +52,7 @@ class Result:
       experiment: the resolved config.
       lanes: one dict a lane: ``lane``, ``seed`` and the swept values.
       eval_steps: int64 ``[E]``, environment steps per seed at each evaluation.
-      eval_returns: float64 ``[lanes, E]``, mean return of the evaluation episodes; NaN where a lane had failed.
+      eval_returns: float64 ``[lanes, E]``, mean return of the evaluation episodes; NaN where a lane had failed or was dropped.
       states: the final `TrainState`; every leaf ``[lanes, ...]``.
       summary: what ``summary.json`` holds.
     """
@@ -66,7 +71,12 @@ class Result:
 
 
 def run(
-    experiment: Experiment, *, fresh: bool = False, listener: Listener | None = None, argv: list[str] | None = None
+    experiment: Experiment,
+    *,
+    fresh: bool = False,
+    listener: Listener | None = None,
+    argv: list[str] | None = None,
+    stop: Callable[[], bool] = lambda: False,
 ) -> Result:
     """Trains every lane of an experiment, in its run directory; resumes what is there.
 
@@ -75,8 +85,10 @@ def run(
       fresh: deletes what the run directory holds and starts over.
       listener: called with a dict at each event: ``start``, ``chunk``, ``evaluation``, ``note`` and ``end``.
       argv: recorded in ``run.json``.
+      stop: asked after each chunk; where it is true, the run saves and stops. Of several processes the first is asked.
 
     Raises:
+      Stopped: ``stop`` was true before the end; the same run goes on from there.
       InputError: wrong input, or a run directory that cannot be used; one line.
       SaveError: the disk is full; the last checkpoint is valid and the run can be resumed.
     """
@@ -110,7 +122,7 @@ def run(
             program = build(source)
             _check_params(experiment, jax.eval_shape(program.init, program.lanes, None).params)
             say({"event": "note", "text": f"first {source.name}, which this starts from"})
-            states = _trained("start_from", run(source, listener=listener, argv=argv))
+            states = _trained("start_from", run(source, listener=listener, argv=argv, stop=stop))
             return _check_params(experiment, _params_of(states, source, experiment))
 
         def pay() -> Any:
@@ -119,10 +131,11 @@ def run(
             if source is None:
                 return None
             say({"event": "note", "text": f"first {source.name}, which pays"})
-            return _params_of(_trained("reward_from", run(source, listener=listener, argv=argv)), source, experiment)
+            trained = _trained("reward_from", run(source, listener=listener, argv=argv, stop=stop))
+            return _params_of(trained, source, experiment)
 
         try:
-            return _train(experiment, path, info, say, argv or sys.argv, start, pay)
+            return _train(experiment, path, info, say, argv or sys.argv, start, pay, stop)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise SaveError(f"cannot write to {path}: {error.strerror}; its last checkpoint stays valid") from error
@@ -263,6 +276,7 @@ def _train(
     argv: list[str],
     start: Callable[[], Any],
     pay: Callable[[], Any],
+    stop: Callable[[], bool],
 ) -> Result:
     clock = time.perf_counter
     began = clock()
@@ -285,11 +299,13 @@ def _train(
     began += clock() - before
 
     compile_began = clock()
+    halving = Halving(program)
     at_once = program.at_once
-    program, chunk_program = program.compiled()
+    program, compiled = program.compiled()
     if program.at_once < at_once:
         say({"event": "note", "text": f"{at_once} lanes at once do not fit into a device's memory: {program.at_once} at once do"})
-    evaluate_program = program.evaluate.lower(program.lanes, abstract, program.data).compile()
+    chunk_program = halving.of_all(compiled)
+    evaluate_program = halving.of_all(program.evaluate.lower(*program.example(), program.data).compile())
     if restored is None:
         done, states = 0, _begin(program, pretrained if params is None else params, program.data)
     else:
@@ -315,11 +331,13 @@ def _train(
         "files": {str(name): seen for name in experiment.env_params.values() if (seen := _digest(name))},
         "data": program.about,
         "failed": [],
+        "dropped": [],
         "warnings": info.get("warnings", []) if done else [],
         **earlier,
     }
     _write_json(path / "run.json", info)
     metrics = _Metrics(path / "metrics.jsonl", experiment.lanes(), last_step=program.steps_at(done) if restored else -1)
+    halving.drop(metrics.rows)
     say({"event": "start", "path": path, "experiment": experiment, "program": program, "resumed_at": program.steps_at(done)})
     if steps_done != steps_asked:
         text = f"total_steps {steps_asked:,} is rounded up to {steps_done:,}: {program.env_steps:,} per update, "
@@ -343,7 +361,7 @@ def _train(
             say({"event": "note", "text": f"warning: {health.sentence(warning, program.num_lanes)}"})
 
     warn(after=-1)  # of rows that were kept, what a kill left unsaid
-    per_chunk = program.updates_per_chunk * program.env_steps * program.num_lanes
+    per_lane = program.updates_per_chunk * program.env_steps
     train_seconds, saved_at = earlier.get("train_seconds", 0.0), clock()
 
     transcribe = program.transcriber(TRANSCRIPTS, greedy=False)
@@ -358,24 +376,29 @@ def _train(
             episodes = traces.rows(transcript, program.env, experiment.lanes(), step)
             traces.write(path / "samples" / f"step-{step:012d}.jsonl", head, episodes)
 
-    def is_time_to_save() -> bool:
-        return done == program.num_chunks or clock() - saved_at >= experiment.checkpoint_seconds
+    def decide() -> tuple[bool, bool]:
+        """Whether to save now, and to stop after that."""
+        is_last = done == program.num_chunks
+        stops = not is_last and stop()
+        return is_last or stops or clock() - saved_at >= experiment.checkpoint_seconds, stops
 
     def account(status: str) -> None:
         info.update(
             status=status,
             steps_done=program.steps_at(done),
             failed=metrics.failed,
+            dropped=halving.dropped,
             wall_seconds=earlier.get("wall_seconds", 0.0) + clock() - began,
             compile_seconds=earlier.get("compile_seconds", 0.0) + compile_seconds,
             train_seconds=train_seconds,
-            steps_per_second=per_chunk * done / train_seconds if train_seconds else None,
+            steps_per_second=per_lane * halving.lane_chunks(done) / train_seconds if train_seconds else None,
         )
         _write_json(path / "run.json", info)
 
     try:
         if restored is None:
-            metrics.write(program.steps_at(0), None, None, program.fetch(evaluate_program(program.lanes, states, program.data)))
+            first = program.fetch(evaluate_program(program.lanes, states, program.data))
+            metrics.write(program.steps_at(0), None, None, first, halving.left)
             keep_transcripts()
         while done < program.num_chunks:
             chunk_began = clock()
@@ -384,11 +407,11 @@ def _train(
             seconds = clock() - chunk_began
             train_seconds += seconds
             done += 1
-            evaluation = None
+            evaluation, left = None, halving.left
             if program.evaluates_at(done):
                 evaluation = program.fetch(evaluate_program(program.lanes, states, program.data))
                 keep_transcripts()
-            for failure in metrics.write(program.steps_at(done), totals, finite, evaluation):
+            for failure in metrics.write(program.steps_at(done), totals, finite, evaluation, left):
                 say(
                     {
                         "event": "note",
@@ -397,7 +420,11 @@ def _train(
                     }
                 )
             warn(after=program.steps_at(done - 1))
-            if hosts.lead(is_time_to_save):
+            if found := halving.drop(metrics.rows) if evaluation is not None else []:
+                dropped = "; ".join(report.setting_label(drop["values"]) for drop in found)
+                say({"event": "note", "text": f"dropped after evaluation {found[0]['evaluation']}: {dropped}"})
+            saves, stops = hosts.lead(decide)
+            if saves:
                 metrics.flush()
                 checkpoints.save(done, program.fetch(states))
                 saved_at = clock()
@@ -407,12 +434,15 @@ def _train(
                     "event": "chunk",
                     "step": program.steps_at(done),
                     "total": steps_done,
-                    "steps_per_second": per_chunk / seconds,
+                    "steps_per_second": per_lane * len(left) / seconds,
                     "totals": totals,
                     "evaluation": evaluation,
                     "failed": metrics.failed,
+                    "left": left,
                 }
             )
+            if stops:
+                raise Stopped(f"saved at step {program.steps_at(done):,} of {steps_done:,} in {path}")
     finally:
         metrics.close()
         checkpoints.close()
@@ -667,6 +697,8 @@ def train(experiment: Experiment) -> tuple[Any, dict[str, Array], Evaluation]:
     Returns:
       ``(states, {metric: [lanes, chunks]}, Evaluation [lanes, episodes] of the final policies)``.
     """
+    if experiment.sweep_halving:
+        raise InputError("sweep.halving: `train` has no host in its loop that could drop a setting; `run` has")
     program, params = _with_weights(build(experiment))
     if experiment.reward_from is not None:
         program = _paid(program, _params_of(train(experiment.reward_from)[0], experiment.reward_from, experiment))
@@ -765,17 +797,37 @@ def export(path: str | Path, lane: int, target: str | Path) -> Path:
     return Path(target)
 
 
-def plan(experiment: Experiment) -> dict[str, Any]:
-    """What a run would be, without training: sizes, and memory predicted by the compiled program."""
-    program, _ = _with_weights(build(experiment))
+def plan(experiment: Experiment, probe: bool = False) -> dict[str, Any]:
+    """What a run would be, without training: sizes, and memory predicted by the compiled program; with ``probe`` the seconds of a
+    chunk, an evaluation and the whole, from a chunk or two and an evaluation that are run, and forgotten."""
+    is_paid = experiment.reward_from is not None and _is_finished(experiment.reward_from)
+    program, pretrained = _built(experiment) if is_paid else _with_weights(build(experiment))
+    halving = Halving(program)
     abstract = jax.eval_shape(program.init, program.lanes, program.data)
     began = time.perf_counter()
     program, compiled = program.compiled()
     seconds = time.perf_counter() - began
     state_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(abstract))
     total_steps = program.steps_at(program.num_chunks)
-    num_evals = 1 + sum(program.evaluates_at(chunk) for chunk in range(1, program.num_chunks + 1))
+    lanes = halving.planned()
+    evaluated = [program.num_lanes, *(n for chunk, n in enumerate(lanes, 1) if program.evaluates_at(chunk))]
+    num_evals = len(evaluated)
+    measured: dict[str, Any] = {}
+    if probe:
+        began = time.perf_counter()
+        chunk = halving.of_all(compiled)
+        evaluation = halving.of_all(program.evaluate.lower(*program.example(), program.data).compile())
+        states = jax.block_until_ready(_begin(program, pretrained, program.data))
+        starting = seconds + time.perf_counter() - began
+        evaluation_seconds, _ = _timed(lambda _: evaluation(program.lanes, states, program.data), None)
+        chunk_seconds, _ = _timed(lambda states: chunk(program.lanes, states, program.data)[0], states)
+        # Of a halving, later chunks take fewer calls.
+        chunks, evaluations = (sum(map(halving.calls, of)) / halving.calls(program.num_lanes) for of in (lanes, evaluated))
+        measured = {"chunks": program.num_chunks, "chunk_seconds": chunk_seconds, "evaluation_seconds": evaluation_seconds}
+        measured["wall_seconds"] = starting + chunks * chunk_seconds + evaluations * evaluation_seconds
+        measured["start_seconds"] = starting
     return {
+        **measured,
         "path": str(experiment.path),
         "lanes": program.num_lanes,
         "devices": program.mesh.size,
@@ -783,9 +835,9 @@ def plan(experiment: Experiment) -> dict[str, Any]:
         "updates": program.num_chunks * program.updates_per_chunk,
         "updates_per_chunk": program.updates_per_chunk,
         "steps_per_seed": total_steps,
-        "steps_all_lanes": total_steps * program.num_lanes,
+        "steps_all_lanes": program.init_steps * program.num_lanes + program.updates_per_chunk * program.env_steps * sum(lanes),
         "evaluations": num_evals,
-        "eval_episodes_all_lanes": num_evals * program.num_lanes * experiment.eval_episodes,
+        "eval_episodes_all_lanes": sum(evaluated) * experiment.eval_episodes,
         "state_bytes": state_bytes,
         "device_bytes": bytes_needed(compiled) or None,
         "lanes_at_once": program.at_once,
@@ -796,6 +848,17 @@ def plan(experiment: Experiment) -> dict[str, Any]:
             if source is not None
         ],
     }
+
+
+def _timed(function: Callable[[Any], Any], value: Any) -> tuple[float, Any]:
+    """Seconds of ``function``, and what it returns: of a second call on that, unless the first was long enough to be no start."""
+    for _ in range(2):
+        began = time.perf_counter()
+        value = jax.block_until_ready(function(value))
+        seconds = time.perf_counter() - began
+        if seconds > 10:
+            break
+    return seconds, value
 
 
 def _is_finished(experiment: Experiment) -> bool:
@@ -831,11 +894,16 @@ class _Metrics:
         self._file = (path if hosts.leads() else Path(os.devnull)).open("a")
 
     def write(
-        self, step: int, totals: dict[str, Any] | None, finite: np.ndarray | None, evaluation: Evaluation | None
+        self,
+        step: int,
+        totals: dict[str, Any] | None,
+        finite: np.ndarray | None,
+        evaluation: Evaluation | None,
+        left: list[int],
     ) -> list[dict[str, Any]]:
-        """One row a lane; returns the lanes that failed in this chunk."""
+        """One row for each of the lanes ``left``; returns those that failed in this chunk."""
         new_failures = []
-        for i, lane in enumerate(self._lanes):
+        for i, lane in ((i, self._lanes[i]) for i in left):
             row: dict[str, Any] = {"step": step, **lane}
             if totals is not None and finite is not None:
                 row |= _finalize({name: (s[i], n[i]) for name, (s, n) in totals.items()})

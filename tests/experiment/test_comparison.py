@@ -50,6 +50,14 @@ def test_what_is_not_shown_is_said(tmp_path):
     assert "[1, 1] say that no seed" in text and "The 3 intervals are at 95% each" in text
 
 
+def test_a_setting_that_was_dropped_is_no_contender(tmp_path):
+    out = [{"values": {"algo.clip": 0.2}, "lanes": [5, 6, 7, 8, 9], "evaluation": 1, "step": 500}]
+    sweep = run_of(tmp_path, "ppo", ABOVE + BELOW, sweep={"algo.clip": [0.1, 0.2]}, dropped=out)
+    comparison = compare([sweep, run_of(tmp_path, "dqn", BELOW)])
+    assert len(comparison.pairs) == 1 and comparison.pairs[0].seeds == (5, 5)
+    assert re.search(r"Of ppo_CartPole-v1/\w+ halving has dropped, and so they are left out here: clip=0\.2\.", comparison.text())
+
+
 def test_a_contender_is_what_differs_on_a_task(tmp_path):
     """Settings that were tuned for each task make no other contender; those that differ on one task do."""
     runs = [

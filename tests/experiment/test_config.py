@@ -87,6 +87,18 @@ def test_whole_floats_pass_as_integers_and_integers_as_floats():
         ("--sweep.algo.lerning-rate 1 2", "unknown key sweep.algo.lerning_rate; did you mean 'sweep.algo.learning_rate'"),
         ("--sweep.seeds 1 2", "unknown key sweep.seeds"),
         ("--sweep.algo.clip 0.1 0.1", "sweep.algo.clip holds a value twice"),
+        ("--sweep.mode lists --sweep.algo.clip 0.1", "sweep.mode must be one of grid, list, random, got 'lists'"),
+        ("--sweep.mode list", "sweep.mode: nothing is swept"),
+        ("--sweep.draws 3 --sweep.algo.clip 0.1", 'sweep.draws is of sweep.mode = "random"; leave it out, or set that'),
+        ("--sweep.mode random --sweep.algo.clip 0.1", "sweep.draws must be >= 1, the number of settings that are drawn, got 0"),
+        ("--sweep.mode list --sweep.algo.clip 0.1 0.2 --sweep.algo.discount 1", "sweep.algo.discount lists 1 values and"),
+        ("--sweep.mode list --sweep.algo.clip 0.1 0.1", "sweep lists a setting twice, algo.clip = 0.1"),
+        ("--sweep.algo.clip {uniform=[0.1,0.2]}", 'which only sweep.mode = "random" draws from'),
+        ("--sweep.mode random --sweep.draws 2 --sweep.algo.clip {normal=[0.1,0.2]}", "must be a list of values to draw from"),
+        ("--sweep.mode random --sweep.draws 2 --sweep.algo.clip {uniform=[0.2,0.1]}", "must be a list of values to draw from"),
+        ("--sweep.mode random --sweep.draws 2 --sweep.algo.clip {log_uniform=[0,0.1]}", "log_uniform must begin above 0"),
+        ("--sweep.mode random --sweep.draws 2 --sweep.algo.num-envs {uniform=[1,2.5]}", "must have whole numbers as its ends"),
+        ("--sweep.mode random --sweep.draws 9 --sweep.algo.discount {uniform=[0,9]}", "algo.discount must be >= 0 and <= 1"),
         ("--seeds", "--seeds: a value is missing"),
         ("loose", "unexpected argument 'loose'"),
     ],
@@ -146,6 +158,49 @@ def test_a_parameter_that_the_environment_reads_in_python_is_static():
 
     assert programs("FrozenLake-misc", "success_rate") == 2
     assert programs("Pendulum-v1", "max_torque") == 1
+
+
+def test_a_list_takes_the_values_of_a_row_together():
+    e = load_flags("--seeds 0 1 --sweep.mode list --sweep.algo.clip 0.1 0.1 0.3 --sweep.algo.num-envs 8 16 8")
+    small, large = e.programs()
+    assert (small.algo.num_envs, small.sweep, large.sweep) == (8, {"algo.clip": (0.1, 0.3)}, {"algo.clip": (0.1,)})
+    assert [lane["algo.clip"] for lane in small.lanes()] == [0.1, 0.1, 0.3, 0.3]
+    grid = load_flags("--seeds 0 1 --sweep.algo.clip 0.1 0.3 --algo.num-envs 8")
+    assert grid.hash == load_flags("--seeds 0 1 --sweep.mode grid --sweep.algo.clip 0.1 0.3 --algo.num-envs 8").hash
+
+
+RANDOM = """[sweep]
+mode = "random"
+draws = 20
+seed = 3
+"algo.learning_rate" = { log_uniform = [1e-5, 1e-2] }
+"algo.clip" = [0.1, 0.2]
+[sweep.algo]
+num_envs = { uniform = [1, 3] }
+"""
+
+
+def test_random_settings_are_drawn_once_from_the_seed(tmp_path):
+    path = write(tmp_path / "exp.toml", BASE + RANDOM)
+    e = load(path)
+    rates = [setting["algo.learning_rate"] for setting in e.settings()]
+    assert len(rates) == 20 and 1e-5 <= min(rates) < 1e-4 and 1e-3 < max(rates) <= 1e-2
+    assert {setting["algo.num_envs"] for setting in e.settings()} == {1, 2, 3}
+    assert {setting["algo.clip"] for setting in e.settings()} == {0.1, 0.2}
+    again = load(write(tmp_path / "again.toml", e.to_toml()))  # as a list
+    assert (again.hash, again.settings()) == (load(path).hash, e.settings()) == (e.hash, e.settings())
+    assert load(path, {"sweep.draws": 5}).settings() == e.settings()[:5]
+    assert load(path, {"sweep.seed": 4}).settings() != e.settings()
+    assert sum(len(p.settings()) for p in e.programs()) == 20
+
+
+def test_a_value_in_place_of_those_that_a_file_sweeps(tmp_path):
+    path = write(tmp_path / "exp.toml", BASE + RANDOM)
+    e = load(path, {"algo.num-envs": 4, "algo.clip": 0.1})
+    assert (e.algo.num_envs, e.algo.clip, list(e.sweep)) == (4, 0.1, ["algo.learning_rate"])
+    alone = load(path, {"algo.num_envs": 4, "algo.clip": 0.1, "algo.learning_rate": 1e-4})
+    plain = write(tmp_path / "plain.toml", BASE)
+    assert alone.hash == load(plain, {"algo.num_envs": 4, "algo.clip": 0.1, "algo.learning_rate": 1e-4}).hash
 
 
 def test_a_run_directory_is_where_it_is(tmp_path, monkeypatch):

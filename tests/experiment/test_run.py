@@ -16,7 +16,21 @@ import pytest
 import rljax
 from rljax.cli import main
 from rljax.envs.wrappers import Wrapper
-from rljax.experiment import InputError, SaveError, checkpoint, evaluate, lanes, load, load_states, result, resume, run, train
+from rljax.experiment import (
+    InputError,
+    SaveError,
+    checkpoint,
+    evaluate,
+    lanes,
+    load,
+    load_states,
+    parse_overrides,
+    result,
+    resume,
+    run,
+    summary_text,
+    train,
+)
 from rljax.experiment.config import elsewhere
 
 TINY = {
@@ -209,7 +223,10 @@ def test_swept_lanes_differ_and_the_first_value_matches_an_unswept_run(tmp_path)
     swept = run(tiny(tmp_path, seeds=[0, 1], **axes))
     assert len(swept.lanes) == 8
     assert len(swept.summary["settings"]) == 4
-    plain = run(tiny(tmp_path, seeds=[0, 1]))
+    alone = "--algo.learning_rate 0.0003 --env_params.gravity 9.8"
+    assert swept.summary["best"] is not None and f"rljax run {swept.path} --algo.learning_rate" in summary_text(swept.summary)
+    plain = run(load(swept.path, parse_overrides(alone.split())))
+    assert not plain.experiment.sweep and plain.path.parent == swept.path.parent
     for many, one in zip(jax.tree.leaves(swept.states.params), jax.tree.leaves(plain.states.params), strict=True):
         np.testing.assert_allclose(many[:2], one, atol=2e-3)
     returns = [r["episode/length"] for r in rows(swept.path) if r["step"] == 320]
