@@ -31,6 +31,7 @@ FOREVER = 2**31 - 1  # milliseconds
 AGAIN = "the same command on all processes resumes from the last checkpoint"
 
 _turns = itertools.count()
+_told = threading.Event()  # that another has failed
 _keep: list[Any] = []  # the handler of SIGABRT, which C holds no reference to
 
 
@@ -116,6 +117,8 @@ def leave(status: int) -> None:
     if status == 0:
         jax.distributed.shutdown()
         return
+    if _told.wait(0.1):  # what has failed here follows from that, and `_watch` ends this process
+        time.sleep(60)
     me, error = jax.process_index(), sys.exception()
     text = f"process {me} has stopped, see what it says"
     if error is not None and any(word in str(error) for word in ("Gloo", "NCCL", "UNAVAILABLE", "rljax/")):
@@ -125,12 +128,13 @@ def leave(status: int) -> None:
         traceback.print_exception(error)
     with contextlib.suppress(jax.errors.JaxRuntimeError):  # another was faster
         _store().key_value_set("rljax/end", json.dumps([me, status, text]))
-        time.sleep(1.0)  # they must leave before the store goes down with process 0
     _exit(status)
 
 
 def _exit(status: int) -> None:
-    """At once: jax would wait at exit for processes that do not come."""
+    """Without jax, which would wait at exit for processes that do not come; process 0, which has the store, a second later."""
+    if leads():
+        time.sleep(1.0)
     with contextlib.suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()
@@ -145,6 +149,7 @@ def _watch() -> None:
         return  # the run is over
     if who == jax.process_index():
         return
+    _told.set()
     if status == 1:  # wrong input is told by the one that found it
         print(f"rljax: {text}; {AGAIN}", file=sys.stderr, flush=True)
     _exit(status)
@@ -174,7 +179,10 @@ def _cluster() -> tuple[str, int, int, Any]:
     """
     from jax._src.clusters import ClusterEnv
 
-    found = ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, WAIT)
+    try:
+        found = ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, WAIT)
+    except (RuntimeError, ValueError, OSError) as error:
+        raise InputError(f"--processes auto: {str(error).splitlines()[0]}") from error
     coordinator, processes, process, local = found
     if coordinator is None or processes is None or process is None:
         raise InputError(
