@@ -41,7 +41,12 @@ def joined() -> bool:
 
 def leads() -> bool:
     """Whether this is process 0, or the only one."""
-    return not joined() or jax.process_index() == 0
+    return not joined() or me() == 0
+
+
+def me() -> int:
+    """Which process this is. `jax.process_index` would start the devices, for which all processes wait for each other."""
+    return _jax().process_id
 
 
 def join(coordinator: str | None, processes: int | None, process: int | None) -> None:
@@ -89,8 +94,9 @@ def join(coordinator: str | None, processes: int | None, process: int | None) ->
             heartbeat_timeout_seconds=HEARTBEAT,
         )
     except RuntimeError as error:
-        raise InputError(f"--coordinator {coordinator}: {str(error).splitlines()[0]}") from error
-    timer.cancel()
+        raise InputError(f"--coordinator {coordinator}: {str(error).splitlines()[0]}; is the port in use?") from error
+    finally:
+        timer.cancel()
     _die_plainly()
     threading.Thread(target=_watch, daemon=True).start()
 
@@ -119,15 +125,15 @@ def leave(status: int) -> None:
         return
     if _told.wait(0.1):  # what has failed here follows from that, and `_watch` ends this process
         time.sleep(60)
-    me, error = jax.process_index(), sys.exception()
-    text = f"process {me} has stopped, see what it says"
+    error = sys.exception()
+    text = f"process {me()} has stopped, see what it says"
     if error is not None and any(word in str(error) for word in ("Gloo", "NCCL", "UNAVAILABLE", "rljax/")):
-        text = f"process {me} has lost another process ({str(error).splitlines()[0][:160]})"
+        text = f"process {me()} has lost another process ({str(error).splitlines()[0][:160]})"
         print(f"rljax: {text}; {AGAIN}", file=sys.stderr, flush=True)
     elif error is not None:
         traceback.print_exception(error)
     with contextlib.suppress(jax.errors.JaxRuntimeError):  # another was faster
-        _store().key_value_set("rljax/end", json.dumps([me, status, text]))
+        _store().key_value_set("rljax/end", json.dumps([me(), status, text]))
     _exit(status)
 
 
@@ -147,7 +153,7 @@ def _watch() -> None:
         who, status, text = json.loads(_store().blocking_key_value_get("rljax/end", FOREVER))
     except jax.errors.JaxRuntimeError:
         return  # the run is over
-    if who == jax.process_index():
+    if who == me():
         return
     _told.set()
     if status == 1:  # wrong input is told by the one that found it
@@ -159,7 +165,7 @@ def _die_plainly() -> None:
     """A line after the stack trace with which jax aborts when a process does not answer any more; and status 1."""
 
     def last_words(_: int) -> None:
-        os.write(2, f"rljax: jax has ended this process, since another did not answer; {AGAIN}\n".encode())
+        os.write(2, f"rljax: jax has ended this process, most likely since another did not answer; {AGAIN}\n".encode())
         os._exit(1)
 
     # abort() comes from a thread of jax, and no handler of Python's `signal` runs before the process is gone
@@ -203,6 +209,10 @@ def _who_is_missing(host: str, port: int, processes: int, process: int) -> str:
 
 def _store() -> Any:
     """The key-value store of all processes, which jax has no public name for."""
+    return _jax().client
+
+
+def _jax() -> Any:
     from jax._src.distributed import global_state
 
-    return global_state.client
+    return global_state
