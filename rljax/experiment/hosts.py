@@ -31,6 +31,7 @@ FOREVER = 2**31 - 1  # milliseconds
 AGAIN = "the same command on all processes resumes from the last checkpoint"
 
 _turns = itertools.count()
+_told = threading.Event()  # that another has failed
 _keep: list[Any] = []  # the handler of SIGABRT, which C holds no reference to
 
 
@@ -40,7 +41,12 @@ def joined() -> bool:
 
 def leads() -> bool:
     """Whether this is process 0, or the only one."""
-    return not joined() or jax.process_index() == 0
+    return not joined() or me() == 0
+
+
+def me() -> int:
+    """Which process this is. `jax.process_index` would start the devices, for which all processes wait for each other."""
+    return _jax().process_id
 
 
 def join(coordinator: str | None, processes: int | None, process: int | None) -> None:
@@ -88,8 +94,9 @@ def join(coordinator: str | None, processes: int | None, process: int | None) ->
             heartbeat_timeout_seconds=HEARTBEAT,
         )
     except RuntimeError as error:
-        raise InputError(f"--coordinator {coordinator}: {str(error).splitlines()[0]}") from error
-    timer.cancel()
+        raise InputError(f"--coordinator {coordinator}: {str(error).splitlines()[0]}; is the port in use?") from error
+    finally:
+        timer.cancel()
     _die_plainly()
     threading.Thread(target=_watch, daemon=True).start()
 
@@ -116,21 +123,24 @@ def leave(status: int) -> None:
     if status == 0:
         jax.distributed.shutdown()
         return
-    me, error = jax.process_index(), sys.exception()
-    text = f"process {me} has stopped, see what it says"
+    if _told.wait(0.1):  # what has failed here follows from that, and `_watch` ends this process
+        time.sleep(60)
+    error = sys.exception()
+    text = f"process {me()} has stopped, see what it says"
     if error is not None and any(word in str(error) for word in ("Gloo", "NCCL", "UNAVAILABLE", "rljax/")):
-        text = f"process {me} has lost another process ({str(error).splitlines()[0][:160]})"
+        text = f"process {me()} has lost another process ({str(error).splitlines()[0][:160]})"
         print(f"rljax: {text}; {AGAIN}", file=sys.stderr, flush=True)
     elif error is not None:
         traceback.print_exception(error)
     with contextlib.suppress(jax.errors.JaxRuntimeError):  # another was faster
-        _store().key_value_set("rljax/end", json.dumps([me, status, text]))
-        time.sleep(1.0)  # they must leave before the store goes down with process 0
+        _store().key_value_set("rljax/end", json.dumps([me(), status, text]))
     _exit(status)
 
 
 def _exit(status: int) -> None:
-    """At once: jax would wait at exit for processes that do not come."""
+    """Without jax, which would wait at exit for processes that do not come; process 0, which has the store, a second later."""
+    if leads():
+        time.sleep(1.0)
     with contextlib.suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()
@@ -143,8 +153,9 @@ def _watch() -> None:
         who, status, text = json.loads(_store().blocking_key_value_get("rljax/end", FOREVER))
     except jax.errors.JaxRuntimeError:
         return  # the run is over
-    if who == jax.process_index():
+    if who == me():
         return
+    _told.set()
     if status == 1:  # wrong input is told by the one that found it
         print(f"rljax: {text}; {AGAIN}", file=sys.stderr, flush=True)
     _exit(status)
@@ -154,7 +165,7 @@ def _die_plainly() -> None:
     """A line after the stack trace with which jax aborts when a process does not answer any more; and status 1."""
 
     def last_words(_: int) -> None:
-        os.write(2, f"rljax: jax has ended this process, since another did not answer; {AGAIN}\n".encode())
+        os.write(2, f"rljax: jax has ended this process, most likely since another did not answer; {AGAIN}\n".encode())
         os._exit(1)
 
     # abort() comes from a thread of jax, and no handler of Python's `signal` runs before the process is gone
@@ -174,7 +185,10 @@ def _cluster() -> tuple[str, int, int, Any]:
     """
     from jax._src.clusters import ClusterEnv
 
-    found = ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, WAIT)
+    try:
+        found = ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, WAIT)
+    except (RuntimeError, ValueError, OSError) as error:
+        raise InputError(f"--processes auto: {str(error).splitlines()[0]}") from error
     coordinator, processes, process, local = found
     if coordinator is None or processes is None or process is None:
         raise InputError(
@@ -195,6 +209,10 @@ def _who_is_missing(host: str, port: int, processes: int, process: int) -> str:
 
 def _store() -> Any:
     """The key-value store of all processes, which jax has no public name for."""
+    return _jax().client
+
+
+def _jax() -> Any:
     from jax._src.distributed import global_state
 
-    return global_state.client
+    return global_state

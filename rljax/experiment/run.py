@@ -108,7 +108,7 @@ def run(
 
     with contextlib.ExitStack() as held:
         if hosts.lead(lambda: str(path)) != str(path):
-            raise InputError(f"process {jax.process_index()} has another config than process 0, or another --out")
+            raise InputError(f"process {hosts.me()} has another config than process 0, or another --out")
         info = hosts.lead(found)
         if info.get("status") == "finished":
             say({"event": "note", "text": f"finished already: {path} (--fresh starts over)"})

@@ -31,7 +31,9 @@ TINY = {
     "algo.hidden": [8],
     "algo.normalize_observations": True,
 }
-FAST = {"JAX_NUM_CPU_DEVICES": "1", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # time goes to compilation, which may be poor
+ENVIRONMENT = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}  # jax warns of those
+ENVIRONMENT |= {"JAX_NUM_CPU_DEVICES": "1", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # time goes to compilation, which may be poor
+PIPES = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
 LONG = 300  # seconds that a busy machine may take
 
 
@@ -52,8 +54,7 @@ def start(n, out, **changes):
     """``n`` processes of one run."""
     flags = [f"--{k}={json.dumps(v)}" for k, v in {**TINY, "out": str(out), **changes}.items()]
     shared = [sys.executable, "-m", "rljax.cli", "run", *flags, "--coordinator", f"127.0.0.1:{free_port()}", f"--processes={n}"]
-    options = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | FAST)
-    return [subprocess.Popen([*shared, f"--process={i}"], **options) for i in range(n)]
+    return [subprocess.Popen([*shared, f"--process={i}"], **PIPES) for i in range(n)]
 
 
 def ends(processes):
@@ -164,10 +165,7 @@ def test_a_missing_process_is_a_line():
     """After a while, on whichever process waits."""
     call = "import sys; from rljax.experiment import hosts; hosts.WAIT = 1; hosts.join(sys.argv[1], 3, int(sys.argv[2]))"
     addresses = [f"127.0.0.1:{free_port()}" for _ in range(2)]
-    waiting = [
-        subprocess.Popen([sys.executable, "-c", call, address, str(i)], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        for i, address in enumerate(addresses)
-    ]
+    waiting = [subprocess.Popen([sys.executable, "-c", call, a, str(i)], **PIPES) for i, a in enumerate(addresses)]
     first, second = ends(waiting)
     assert first == (1, "", f"rljax: process 0 waits at {addresses[0]}, and not all of the other 2 have come after 1 s\n")
     line = f"rljax: process 1 cannot reach process 0 at {addresses[1]} (Connection refused) after 1 s\n"
