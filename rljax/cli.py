@@ -415,8 +415,10 @@ def _samples(arguments: argparse.Namespace) -> int:
 
 
 def _record(arguments: argparse.Namespace) -> int:
-    from rljax.experiment import record, write
+    from rljax.experiment import InputError, record, write
 
+    if Path(arguments.target).exists():  # before anything is played
+        raise InputError(f"{arguments.target}: is there already; take another name, or delete it")
     options = {name: getattr(arguments, name) for name in ("epsilon", "lane", "expert", "seed")}
     recording = record(arguments.run, arguments.steps, **options)
     write(recording, arguments.target)

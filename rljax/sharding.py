@@ -44,7 +44,10 @@ def spread(tree: Any, axis: int = 0) -> Any:
 
     def one(x: Any) -> Any:
         if x.shape[axis] % mesh.size:
-            raise ValueError(f"shard: {x.shape[axis]} copies, prompts or samples cannot be split evenly over {mesh.size} devices")
+            raise ValueError(
+                f"shard: {x.shape[axis]} environments, episodes or samples cannot be split evenly over {mesh.size} devices; of "
+                f"eval_episodes, algo.num_envs, groups and batches make multiples of {mesh.size}"
+            )
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*[None] * axis, AXIS)))
 
     return jax.tree.map(one, tree)

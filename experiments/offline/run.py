@@ -24,7 +24,7 @@ import numpy as np
 from rljax import make_env
 from rljax.agents.offline import view
 from rljax.agents.sac import actions_of
-from rljax.experiment import Experiment, Result, load, read, record, run, together, write
+from rljax.experiment import Experiment, Recording, Result, load, read, record, run, together, write
 from rljax.experiment.report import read_run
 from rljax.experiment.statistics import bootstrap_interval, iqm, normalized_score
 
@@ -55,6 +55,11 @@ def say(event: dict[str, Any]) -> None:
         print(event["text"], flush=True)
 
 
+def keep(recording: Recording, path: Path) -> None:
+    path.unlink(missing_ok=True)  # the same again
+    write(recording, path)
+
+
 def make_data(task: str) -> dict[str, Path]:
     """Records the data sets of a task, equally from each of five lanes."""
     _, medium, expert = TASKS[task]
@@ -67,9 +72,9 @@ def make_data(task: str) -> dict[str, Path]:
             source, epsilon = (runs["expert"], 1.0) if level == "random" else (runs[level], 0.0)
             options: Any = {"epsilon": epsilon, "expert": runs["expert"], "num_envs": 1}
             parts = [record(source, steps // 5, lane=lane, seed=10 * seed + lane, **options) for lane in range(5)]
-            write(together(parts, [f"lane {lane}" for lane in range(5)]), DATA / f"{task}_{name}.npz")
+            keep(together(parts, [f"lane {lane}" for lane in range(5)]), DATA / f"{task}_{name}.npz")
     parts = [DATA / f"{task}_part_{level}.npz" for level in ("random", "medium", "expert")]
-    write(together([read(p) for p in parts], [p.name for p in parts]), files["mixed"])
+    keep(together([read(p) for p in parts], [p.name for p in parts]), files["mixed"])
     return files
 
 

@@ -104,23 +104,25 @@ def write(recording: Recording, path: str | Path) -> None:
     Minari keeps neither masks nor log-probabilities, and of what is known the anchors and a description.
 
     Raises:
-      InputError: another suffix, an extra that is missing, or a Minari data set of that name.
+      InputError: another suffix, an extra that is missing, or a data set that is there already.
     """
     if str(path).startswith("minari:"):
         return _to_minari(recording, str(path).removeprefix("minari:"))
     path = Path(path)
+    if path.suffix not in FORMATS:
+        raise InputError(f"{path}: a data set is written to one of {', '.join(FORMATS)}, or minari:NAME")
+    if path.exists():  # runs may have learnt from it
+        raise InputError(f"{path}: is there already; take another name, or delete it")
     path.parent.mkdir(parents=True, exist_ok=True)
     about = json.dumps(recording.about)
     if path.suffix == ".npz":
         with path.open("wb") as file:
             np.savez_compressed(file, about=np.array(about), **recording.arrays)  # type: ignore[arg-type]
-    elif path.suffix in FORMATS:
+    else:
         with _h5py(path).File(path, "w") as file:
             for key, x in recording.arrays.items():
                 file.create_dataset(key, data=x, compression="gzip")
             file.attrs["about"] = about
-    else:
-        raise InputError(f"{path}: a data set is written to one of {', '.join(FORMATS)}, or minari:NAME")
 
 
 def together(recordings: list[Recording], names: list[str]) -> Recording:
@@ -153,6 +155,7 @@ def load_data(names: tuple[str, ...], env: Environment) -> tuple[Dataset, dict[s
     recordings = [read(name) for name in names]
     for name, recording in zip(names, recordings, strict=True):
         _check_spaces(recording, env, name)
+        _check_masks(recording, env, name)
     whole = together(recordings, list(names))
     x = whole.arrays
     dtypes = env.observation_space.dtype, env.action_space.dtype
@@ -176,14 +179,20 @@ def _load(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         raise InputError(f"{path}: a data set is one of {', '.join(FORMATS)}, or minari:NAME")
     try:
         if path.suffix == ".npz":
-            with np.load(path) as file:
+            loaded = np.load(path)
+            if not isinstance(loaded, np.lib.npyio.NpzFile):
+                raise ValueError("it holds one array without a name")
+            with loaded as file:
                 arrays = {key: file[key] for key in file.files}
             about = str(arrays.pop("about")) if "about" in arrays else "{}"
         else:
             with _h5py(path).File(path, "r") as file:
                 arrays = {key: np.asarray(file[key]) for key in file if hasattr(file[key], "shape")}
                 about = str(file.attrs.get("about", "{}"))
-        return arrays, json.loads(about)
+        known = json.loads(about)
+        if not isinstance(known, dict):
+            raise ValueError("about must be a JSON object")
+        return arrays, known
     except (OSError, ValueError, zipfile.BadZipFile, EOFError) as error:
         raise InputError(f"{path} cannot be read as a data set: {error}") from error
 
@@ -264,13 +273,36 @@ def _from_minari(name: str) -> Recording:
 
 def _check_numbers(recording: Recording, name: str) -> None:
     for key, x in recording.arrays.items():
-        if not (np.issubdtype(x.dtype, np.number) or x.dtype == bool):
+        if not (np.issubdtype(x.dtype, np.integer) or np.issubdtype(x.dtype, np.floating) or x.dtype == bool):
             raise InputError(f"{name}: {key} must be numbers, and are {x.dtype}")
-        if key == "log_probs" or not np.issubdtype(x.dtype, np.floating):
+        rows = x.reshape(len(x), -1)
+        if key in ("terminals", "timeouts"):
+            bad, what = ~np.isin(rows, (0, 1)).all(1), "must be 0 or 1"
+        elif key == "log_probs" or not np.issubdtype(x.dtype, np.floating):
             continue
-        bad = ~np.isfinite(x.reshape(len(x), -1)).all(1)
+        else:
+            with np.errstate(over="ignore"):
+                bad, what = ~np.isfinite(rows.astype(np.float32)).all(1), "hold a number that is not finite in float32"
         if bad.any():
-            raise InputError(f"{name}: {recording.place(int(bad.argmax()))}: {key} hold a number that is not finite")
+            raise InputError(f"{name}: {recording.place(int(bad.argmax()))}: {key} {what}")
+
+
+def _check_masks(recording: Recording, env: Environment, name: str) -> None:
+    """Of masks, and that recorded actions were legal."""
+    x, actions = recording.arrays, env.action_space
+    number = (actions.n,) if isinstance(actions, Discrete) else None
+    for key in ("action_masks", "next_action_masks"):
+        if key not in x:
+            continue
+        if number is None:
+            raise InputError(f"{name}: {key} are of Discrete actions, and the environment's are not; leave them out")
+        if x[key].shape[1:] != number:
+            raise InputError(f"{name}: {key} have shape {list(x[key].shape[1:])}, and should have {list(number)}")
+    if "action_masks" in x:
+        legal = np.take_along_axis(x["action_masks"].astype(bool), x["actions"].astype(int)[:, None], 1)[:, 0]
+        if not legal.all():
+            row = int((~legal).argmax())
+            raise InputError(f"{name}: {recording.place(row)}: action {x['actions'][row]} is not legal by action_masks")
 
 
 def _with_next(recording: Recording, name: str) -> Recording:
@@ -279,6 +311,9 @@ def _with_next(recording: Recording, name: str) -> Recording:
     inside = ~recording.ends
     after = np.concatenate([x["observations"][1:], x["observations"][-1:]])
     if "next_observations" in x:
+        if x["next_observations"].shape != after.shape:
+            shapes = f"{list(x['next_observations'].shape[1:])}, and observations {list(after.shape[1:])}"
+            raise InputError(f"{name}: next_observations have shape {shapes}")
         differs = inside & (x["next_observations"] != after).reshape(len(after), -1).any(1)
         if differs.any():
             row = int(differs.argmax())

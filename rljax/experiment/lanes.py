@@ -223,6 +223,9 @@ def build(
         )
     own_env = first_env if place is experiment else first_environment(experiment)
     dataset, about = load_data(experiment.data, own_env) if experiment.data else (None, {})
+    place_here = (experiment.env, experiment.env_params)
+    if "env" in about and ((about["env"], about.get("env_params") or {}) != place_here or swept_params):
+        about["elsewhere"] = " ".join([about["env"], *(f"{k}={v}" for k, v in (about.get("env_params") or {}).items())])
     swept = [key for key in experiment.sweep if key.startswith("algo.")]
     if swept:  # what an agent checks of its options it can only see where they are numbers
         for algo in {tuple((key[5:], row[key]) for key in swept) for row in experiment.lanes()}:

@@ -190,8 +190,10 @@ def normalized_score(returns: Any, about: dict[str, Any], name: str) -> Any:
     """``100 (return - random) / (expert - random)`` (Fu et al. 2020, arXiv 2004.07219).
 
     Raises:
-      ValueError: the data set does not have both anchors.
+      ValueError: the data set does not have both anchors, or they are of another environment (``elsewhere``).
     """
+    if about.get("elsewhere"):
+        raise ValueError(f"{name}: its anchors are of {about['elsewhere']}, which is not, or not all of, what is evaluated here")
     missing = [key for key in ("random_return", "expert_return") if not isinstance(about.get(key), int | float)]
     if missing:
         raise ValueError(

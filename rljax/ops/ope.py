@@ -81,10 +81,10 @@ def fitted_q(
     discount: float,
     *,
     resamples: int = 20,
-    steps: int = 5000,
+    steps: int = 20_000,
     batch_size: int = 256,
-    learning_rate: Array | float = 1e-3,
-    target_tau: Array | float = 0.005,
+    learning_rate: float = 1e-3,
+    target_tau: float = 0.05,
 ) -> Array:
     """Fitted Q evaluation (Le et al. 2019, arXiv 1903.08738, algorithm 3) with a slowly moving target, and its bootstrap.
 
@@ -100,10 +100,18 @@ def fitted_q(
       data: of numpy arrays; it is no argument of a program.
       resamples: bootstraps.
       steps, batch_size: gradient steps of each fit, of Adam, and steps of the data in each.
+      target_tau: step of the target towards the critic. A value ``1 / (1 - discount)`` steps away has come in after about
+        ``1 / (target_tau (1 - discount))`` gradient steps, of which ``steps`` must be five times as many.
 
     Returns:
       float32 ``[1 + resamples]``: the estimate from all episodes, and those of the bootstraps, whose quantiles are its interval.
+
+    Raises:
+      ValueError: too few steps for values to come in, which would be narrow and wrong.
     """
+    if steps * target_tau * (1 - discount) < 5:
+        least = int(np.ceil(5 / (target_tau * (1 - discount)))) if discount < 1 else "no number of"
+        raise ValueError(f"steps: {steps} are too few at discount {discount:g} and target_tau {target_tau:g}, {least} are needed")
     starts = np.flatnonzero(np.asarray(data.step) == 0)
     lengths = np.asarray(data.left)[starts] + 1
     optimizer = optax.adam(learning_rate)

@@ -150,6 +150,43 @@ def test_files_that_are_none_are_refused(tmp_path):
     refused(lambda: load(None, {**BC, "data": str(tmp_path / "none.npz")}), "data: there is no file")
 
 
+def test_what_a_newcomer_got_wrong_is_one_line(tmp_path):
+    env = rljax.make_env("CartPole-v1")
+
+    def load_of(**changes):
+        path = tmp_path / f"{len(list(tmp_path.iterdir()))}.npz"
+        write(Recording(arrays(**changes), {}), path)
+        return lambda: load_data((str(path),), env)
+
+    legal = np.ones((5, 2), bool)
+    load_of(action_masks=legal, next_action_masks=legal)()
+    one = legal.copy()
+    one[3, 1] = False
+    refused(load_of(action_masks=one, next_action_masks=legal), "episode 1, step 0: action 1 is not legal by action_masks")
+    refused(load_of(action_masks=legal[:, :1]), r"action_masks have shape \[1\], and should have \[2\]")
+    refused(
+        load_of(rewards=np.array([1, 2, 1e39, 4, 5])), "episode 0, step 2: rewards hold a number that is not finite in float32"
+    )
+    refused(load_of(terminals=np.array([0, 0, 0.5, 0, 0])), "episode 0, step 2: terminals must be 0 or 1")
+    refused(load_of(observations=np.zeros((5, 4), complex)), "observations must be numbers, and are complex128")
+    refused(load_of(next_observations=np.zeros((5, 3))), r"next_observations have shape \[3\], and observations \[4\]")
+    np.save(tmp_path / "plain.npy", np.zeros(3))
+    (tmp_path / "plain.npy").rename(tmp_path / "plain.npz")
+    refused(lambda: read(tmp_path / "plain.npz"), "plain.npz cannot be read as a data set: it holds one array without a name")
+    refused(lambda: write(Recording(arrays(), {}), tmp_path / "0.npz"), "0.npz: is there already; take another name")
+
+
+def test_anchors_of_another_environment_give_no_score(tmp_path):
+    about = {"env": "CartPole-v1", "env_params": {}, "random_return": 20.0, "expert_return": 500.0}
+    write(Recording(arrays(), about), tmp_path / "a.npz")
+    config = {**BC, "data": str(tmp_path / "a.npz")}
+    own = {k: v for k, v in config.items() if k != "env_params.max_steps_in_episode"}
+    assert "elsewhere" not in build(load(None, own)).about
+    other = build(load(None, config)).about
+    with pytest.raises(ValueError, match="its anchors are of CartPole-v1, which is not, or not all of, what is evaluated here"):
+        normalized_score(60.0, other, "a")
+
+
 def test_a_minari_data_set_is_read_as_it_was_written(tmp_path, monkeypatch):
     pytest.importorskip("minari")
     monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))

@@ -85,7 +85,7 @@ def test_eight_devices_learn_what_one_does():
 
 
 def test_what_cannot_be_split_evenly_is_refused():
-    with pytest.raises(InputError, match="shard: 15 copies, prompts or samples cannot be split evenly over 2 devices"):
+    with pytest.raises(InputError, match="shard: 15 environments, episodes or samples cannot be split evenly over 2 devices"):
         build(load(None, {**PPO, "shard": "envs", "algo.num_envs": 15, "algo.num_minibatches": 1}))
     assert load(None, PPO).hash == load(None, {**PPO, "shard": "envs"}).hash
 

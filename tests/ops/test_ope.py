@@ -183,3 +183,10 @@ def test_fitted_q_and_its_bootstrap_are_about_the_true_value():
     assert 0.05 < high - low < 0.6
     behaviour = np.linalg.solve(np.eye(2) - GAMMA * np.einsum("sa,sat->st", PLAYED, follow), (PLAYED * REWARD).sum(1))[0]
     assert not low < behaviour < high  # it is the evaluated policy's value, and not the recorded one's
+
+
+def test_too_few_steps_for_the_discount_are_refused():
+    """Values that have not come in yet agree with one another: a narrow interval around nothing."""
+    data = play(3, PLAYED, np.random.default_rng(0))
+    with pytest.raises(ValueError, match=r"steps: 5000 are too few at discount 0\.99 and target_tau 0\.005, 100000"):
+        ope.fitted_q(*[lambda *x: x] * 3, data, jax.random.key(0), 0.99, steps=5000, target_tau=0.005)
