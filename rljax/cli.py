@@ -146,14 +146,19 @@ def _version() -> str:
     return __version__
 
 
-def _experiment(arguments: list[str]) -> Any:
-    """The experiment of ``[CONFIG] [--KEY VALUE ...]``; CONFIG, a TOML file or a run directory, comes first."""
-    from rljax.experiment import InputError, load, parse_overrides
+def _parsed(arguments: list[str]) -> tuple[str | None, dict[str, Any]]:
+    """``(CONFIG, {KEY: VALUE})`` of ``[CONFIG] [--KEY VALUE ...]``; CONFIG, a TOML file or a run directory, comes first."""
+    from rljax.experiment import parse_overrides
 
     config = arguments[0] if arguments and not arguments[0].startswith("-") else None
-    overrides = parse_overrides(arguments[config is not None :])
+    return config, parse_overrides(arguments[config is not None :])
+
+
+def _experiment(config: str | None, overrides: dict[str, Any], command: str = "run") -> Any:
+    from rljax.experiment import InputError, load
+
     if config is None and "env" not in overrides:
-        raise InputError("name a config file, as in `rljax run experiments/ppo_cartpole.toml` (`rljax list configs`)")
+        raise InputError(f"name a config file, as in `rljax {command} experiments/ppo_cartpole.toml` (`rljax list configs`)")
     return load(config, overrides)
 
 
@@ -168,7 +173,7 @@ def _options(command: str, arguments: list[str]) -> int:
     for option, doc in own.items():
         print(f"{option}: {doc}")
     arguments = arguments or ["--env", "CartPole-v1", "--total-steps", "1"]
-    rows = describe(_experiment(arguments))
+    rows = describe(_experiment(*_parsed(arguments)))
     width = max(len(key) for key, _, _ in rows) + 2
     print()
     for key, value, doc in rows:
@@ -184,7 +189,9 @@ def _run(arguments: argparse.Namespace) -> int:
     from rljax.experiment import hosts, run, summary_text
     from rljax.experiment.report import sweep_text
 
-    experiment = _experiment(_join(rest))
+    config, overrides = _parsed(rest)
+    _join(overrides)
+    experiment = _experiment(config, overrides)
     programs, members = experiment.programs(), []
     options = {"fresh": "--fresh" in arguments.arguments, "argv": ["rljax", *sys.argv[1:]]}
     with _Terminated() as terminated:
@@ -205,23 +212,17 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _join(arguments: list[str]) -> list[str]:
-    """Joins the other processes of a run, if the arguments name any; returns the rest of them."""
-    from rljax.experiment import InputError, hosts, parse_overrides
+def _join(overrides: dict[str, Any]) -> None:
+    """Joins the other processes of a run, if any are named; takes out what names them."""
+    from rljax.experiment import InputError, hosts
 
-    own, rest, name = [], [], None
-    for argument in arguments:
-        if argument.startswith("--"):
-            name = argument[2:].partition("=")[0]
-        (own if name in ("processes", "process", "coordinator") else rest).append(argument)
-    given = parse_overrides(own)
+    given = {name: overrides.pop(name) for name in ("processes", "process", "coordinator") if name in overrides}
     if given:
         processes, process = given.get("processes"), given.get("process")
         for option, number in (("processes", 0 if processes == "auto" else processes), ("process", process or 0)):
             if type(number) is not int or number < 0 or processes == 0:
                 raise InputError(f"--{option} must be a number{' or auto' * (option == 'processes')}, got {given.get(option)!r}")
         hosts.join(given.get("coordinator"), None if processes == "auto" else processes, process)
-    return rest
 
 
 def _plan(arguments: argparse.Namespace) -> int:
@@ -231,7 +232,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         return _options("plan", rest)
     from rljax.experiment import plan
 
-    programs = _experiment(rest).programs()
+    programs = _experiment(*_parsed(rest)).programs()
     print(f"{len(programs)} program{'s' * (len(programs) > 1)}")
     seconds = 0.0
     for program in programs:
@@ -265,24 +266,18 @@ def _submit(arguments: argparse.Namespace) -> int:
     rest = [argument for argument in arguments.arguments if argument not in ("-h", "--help")]
     if len(rest) < len(arguments.arguments):
         return _options("submit", rest)
-    import json
-
     from rljax import jobs
-    from rljax.experiment import InputError, load, parse_overrides
+    from rljax.experiment import InputError, is_finished
 
-    config = [argument for argument in rest[:1] if not argument.startswith("-")]
-    overrides = parse_overrides(rest[len(config) :])
+    config, overrides = _parsed(rest)
     cluster = overrides.pop("cluster", "slurm")
     parameters = {key[6:]: overrides.pop(key) for key in list(overrides) if key.startswith("slurm.")}
-    if not config and "env" not in overrides:
-        raise InputError("name a config file, as in `rljax submit experiments/ppo_cartpole.toml` (`rljax list configs`)")
-    experiment = load(config[0] if config else None, overrides)
+    experiment = _experiment(config, overrides, "submit")
     try:
         executor = jobs.executor(Path(experiment.out, experiment.name, "jobs").absolute(), str(cluster), parameters)
         paths = []
         for program in experiment.programs():
-            info = program.path / "run.json"
-            if info.is_file() and json.loads(info.read_text()).get("status") == "finished":
+            if is_finished(program):
                 print(f"finished already: {program.path}")
                 continue
             program.path.mkdir(parents=True, exist_ok=True)
@@ -304,15 +299,14 @@ def _redteam(arguments: argparse.Namespace) -> int:
         return _options("redteam", rest)
     import json
 
-    from rljax.experiment import InputError, load, parse_overrides, red_team
+    from rljax.experiment import InputError, load, red_team
 
-    config = [argument for argument in rest[:1] if not argument.startswith("-")]
-    overrides = parse_overrides(rest[len(config) :])
+    config, overrides = _parsed(rest)
     file = overrides.pop("json", None)
     given = {name: overrides.pop(name) for name in ("prompts", "seed") if name in overrides}
-    if not config:
+    if config is None:
         raise InputError("redteam: name a config file or a run first, as in `rljax redteam experiments/grpo_addition.toml`")
-    experiment = load(config[0], overrides)
+    experiment = load(config, overrides)
     found = red_team(experiment, **given)
     params = "".join(f", {key} {value!r}" for key, value in experiment.env_params.items() if not isinstance(value, dict))
     print(f"{experiment.env}{params}: {found.prompts} prompts, up to {found.max_tokens} tokens\n\n{found.table()}")
@@ -415,10 +409,10 @@ def _samples(arguments: argparse.Namespace) -> int:
 
 
 def _record(arguments: argparse.Namespace) -> int:
-    from rljax.experiment import InputError, record, write
+    from rljax.experiment import record, write
+    from rljax.experiment.data import check_target
 
-    if Path(arguments.target).exists():  # before anything is played
-        raise InputError(f"{arguments.target}: is there already; take another name, or delete it")
+    check_target(arguments.target)  # before anything is played
     options = {name: getattr(arguments, name) for name in ("epsilon", "lane", "expert", "seed")}
     recording = record(arguments.run, arguments.steps, **options)
     write(recording, arguments.target)

@@ -12,11 +12,9 @@ from contextvars import ContextVar
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 AXIS = "split"
-MODES = ("lanes", "envs", "params")
 PARAMS = ("params", "target_params", "opt_state", "opt_states", "critics", "target_critics", "values")  # fields of train states
 
 _mesh: ContextVar[Mesh | None] = ContextVar("mesh", default=None)
@@ -80,13 +78,3 @@ def _longest(leaf: Any, mesh: Mesh, first: int) -> NamedSharding:
     even = [i for i in range(first, leaf.ndim) if leaf.shape[i] and leaf.shape[i] % mesh.size == 0]
     spec = PartitionSpec(*[None] * max(even, key=lambda i: leaf.shape[i]), AXIS) if even else PartitionSpec()
     return NamedSharding(mesh, spec)
-
-
-def largest_share(tree: Any) -> float:
-    """Bytes on the fullest device over those of the tree: 1 where each device holds all of it, 1 / devices where it is split."""
-    held: dict[Any, int] = {}
-    leaves = jax.tree.leaves(tree)
-    for leaf in leaves:
-        for shard in leaf.addressable_shards:
-            held[shard.device] = held.get(shard.device, 0) + int(np.prod(shard.data.shape)) * leaf.dtype.itemsize
-    return max(held.values()) / sum(leaf.nbytes for leaf in leaves)

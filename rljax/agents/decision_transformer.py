@@ -167,13 +167,12 @@ def make(config: Config, env: Environment) -> Agent:
         def nothing(x: Array) -> Array:
             return jnp.zeros((x.shape[0], length, *x.shape[1:]), x.dtype)
 
-        action = jax.vmap(space.sample)(jax.random.split(jax.random.key(0), timestep.reward.shape[0]))
         shape = (timestep.reward.shape[0], length)
         masks = None if timestep.action_mask is None else nothing(timestep.action_mask)
         return Window(
             to_go=jnp.broadcast_to(jnp.float32(target), shape),
             observation=nothing(timestep.observation),
-            action=nothing(action),
+            action=jnp.zeros((*shape, *space.shape), space.dtype),
             action_mask=masks,
             step=jnp.full(shape, -1),
             is_real=jnp.zeros(shape, bool),

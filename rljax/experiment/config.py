@@ -219,8 +219,7 @@ def load(path: str | Path | None = None, overrides: dict[str, Any] | None = None
         key = key.replace("-", "_")
         entries[key] = (value, "override")
         swept = entries.pop(f"sweep.{key}", None)  # one value in place of those that a file sweeps
-        if swept is not None and not any(key.startswith("sweep.") and key[6:] not in SWEEP_OPTIONS for key in entries):
-            entries = {key: entry for key, entry in entries.items() if not key.startswith("sweep.")}
+        entries = entries if swept is None else _without_idle_options(entries)
     return _resolve(entries, name)
 
 
@@ -249,8 +248,7 @@ def elsewhere(experiment: Experiment, overrides: dict[str, Any]) -> Experiment:
         entries |= {
             f"sweep.{key}": (list(column), "config.toml") for key, column in zip(left, zip(*rows, strict=True), strict=True)
         }
-    if not any(key.startswith("sweep.") and key[6:] not in SWEEP_OPTIONS for key in entries):
-        entries = {key: entry for key, entry in entries.items() if not key.startswith("sweep.")}
+    entries = _without_idle_options(entries)
     return _resolve(entries | {key: (value, "override") for key, value in overrides.items()}, experiment.name)
 
 
@@ -276,8 +274,7 @@ def parse_overrides(arguments: list[str]) -> dict[str, Any]:
     for key, values in overrides.items():
         if not values:
             raise InputError(f"--{key}: a value is missing")
-        is_axis = key.startswith("sweep.") and key[6:] not in SWEEP_OPTIONS
-        if len(values) == 1 and (not is_axis or isinstance(values[0], dict)):
+        if len(values) == 1 and (not _is_axis(key) or isinstance(values[0], dict)):
             overrides[key] = values[0]
     return overrides
 
@@ -563,6 +560,16 @@ class _Draw:
             text = ", ".join(f"{key} = {value!r}" for key, value in zip(sweep, twice, strict=True))
             raise InputError(f"{self.origin}: sweep lists a setting twice, {text}")
         return {"sweep": dict(zip(sweep, zip(*unique, strict=True), strict=True)), "sweep_mode": "list", **fields}
+
+
+def _is_axis(key: str) -> bool:
+    """Whether a dotted key names what is swept."""
+    return key.startswith("sweep.") and key[6:] not in SWEEP_OPTIONS
+
+
+def _without_idle_options(entries: dict[str, tuple[Any, str]]) -> dict[str, tuple[Any, str]]:
+    """Without the options of a sweep of which nothing is left to sweep."""
+    return entries if any(map(_is_axis, entries)) else {k: entry for k, entry in entries.items() if not k.startswith("sweep.")}
 
 
 def _with_sizes(model: dict[str, Any]) -> dict[str, Any]:

@@ -106,13 +106,10 @@ def write(recording: Recording, path: str | Path) -> None:
     Raises:
       InputError: another suffix, an extra that is missing, or a data set that is there already.
     """
+    check_target(path)
     if str(path).startswith("minari:"):
         return _to_minari(recording, str(path).removeprefix("minari:"))
     path = Path(path)
-    if path.suffix not in FORMATS:
-        raise InputError(f"{path}: a data set is written to one of {', '.join(FORMATS)}, or minari:NAME")
-    if path.exists():  # runs may have learnt from it
-        raise InputError(f"{path}: is there already; take another name, or delete it")
     path.parent.mkdir(parents=True, exist_ok=True)
     about = json.dumps(recording.about)
     if path.suffix == ".npz":
@@ -123,6 +120,17 @@ def write(recording: Recording, path: str | Path) -> None:
             for key, x in recording.arrays.items():
                 file.create_dataset(key, data=x, compression="gzip")
             file.attrs["about"] = about
+
+
+def check_target(path: str | Path) -> None:
+    """Raises InputError where `write` would refuse to write, of what can be told by the name."""
+    if str(path).startswith("minari:"):
+        if not re.fullmatch(r"minari:[\w./-]+-v\d+", str(path)):
+            raise InputError(f"{path}: the name of a data set ends with its version, as in minari:cartpole/medium-v0")
+    elif Path(path).suffix not in FORMATS:
+        raise InputError(f"{path}: a data set is written to one of {', '.join(FORMATS)}, or minari:NAME")
+    elif Path(path).exists():  # runs may have learnt from it
+        raise InputError(f"{path}: is there already; take another name, or delete it")
 
 
 def together(recordings: list[Recording], names: list[str]) -> Recording:
@@ -213,8 +221,6 @@ def _minari(name: str) -> Any:
 
 def _to_minari(recording: Recording, name: str) -> None:
     minari = _minari(name)
-    if not re.fullmatch(r"[\w./-]+-v\d+", name):
-        raise InputError(f"minari:{name}: the name of a data set ends with its version, as in minari:cartpole/medium-v0")
     spaces: Any = importlib.import_module("gymnasium.spaces")
     EpisodeBuffer: Any = importlib.import_module("minari.data_collector").EpisodeBuffer
     x, about = recording.arrays, recording.about

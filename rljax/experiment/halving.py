@@ -46,7 +46,7 @@ class Halving:
         if not self._experiment.sweep_halving:
             return compiled
         program = self._program
-        size = -(-program.num_lanes // program.mesh.size) * program.mesh.size
+        size = program.padded(program.num_lanes)
         gives_states = isinstance(compiled.out_info, tuple)
         info = compiled.out_info[1:] if gives_states else compiled.out_info
         at_once = jax.tree.leaves(info)[0].shape[0]
@@ -84,8 +84,9 @@ class Halving:
         done = len(self.dropped)
         experiment, program = self._experiment, self._program
         last = rows[-1]["step"] if rows else -1
-        settings = [row for row in experiment.lanes() if row["seed"] == experiment.seeds[0]]
-        alive = [list(range(row["lane"], row["lane"] + len(experiment.seeds))) for row in settings]
+        settings, seeds = experiment.settings(), len(experiment.seeds)
+        lanes_of = [list(range(i * seeds, (i + 1) * seeds)) for i in range(len(settings))]
+        alive = list(range(len(settings)))
         self.dropped = []
         for evaluation, keep in zip(experiment.sweep_halving, experiment.rungs[1:], strict=True):
             step = program.steps_at(evaluation * program.chunks_per_eval)
@@ -93,18 +94,18 @@ class Halving:
                 break
             returns = {row["lane"]: row.get("eval/return") for row in rows if row["step"] == step}
 
-            def rank(lanes: list[int], returns: dict[int, Any] = returns) -> tuple[int, float]:
+            def rank(setting: int, returns: dict[int, Any] = returns) -> tuple[int, float]:
+                lanes = lanes_of[setting]
                 known = [value for lane in lanes if (value := returns.get(lane)) is not None]
                 return len(lanes) - len(known), -float(iqm(np.asarray(known))) if known else math.inf
 
             best = sorted(alive, key=rank)[:keep]
-            for lanes in alive:
-                if lanes not in best:
-                    first = experiment.lanes()[lanes[0]]
-                    values = {key: first[key] for key in experiment.sweep}
-                    self.dropped.append({"values": values, "lanes": lanes, "evaluation": evaluation, "step": step})
-            alive = [lanes for lanes in alive if lanes in best]
-        self.left = [lane for lanes in alive for lane in lanes]
+            for i in alive:
+                if i not in best:
+                    drop = {"values": settings[i], "lanes": lanes_of[i], "evaluation": evaluation, "step": step}
+                    self.dropped.append(drop)
+            alive = sorted(best)
+        self.left = [lane for i in alive for lane in lanes_of[i]]
         return self.dropped[done:]
 
     def planned(self) -> list[int]:
@@ -115,8 +116,7 @@ class Halving:
 
     def calls(self, lanes: int) -> int:
         """Of a compiled program, for so many lanes."""
-        size = self._program.mesh.size
-        return -(-lanes // (-(-self._experiment.lanes_a_call // size) * size))
+        return -(-lanes // self._program.padded(self._experiment.lanes_a_call))
 
     def lane_chunks(self, done: int) -> int:
         """Chunks of single lanes in the first ``done`` chunks of the run."""

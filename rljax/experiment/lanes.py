@@ -90,7 +90,7 @@ class Program:
         states = jax.eval_shape(self.init, self.lanes, self.data)
         if not self.experiment.sweep_halving:
             return self.lanes, states
-        size = -(-self.experiment.lanes_a_call // self.mesh.size) * self.mesh.size
+        size = self.padded(self.experiment.lanes_a_call)
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), (self.lanes, states))
 
     def compiled(self) -> tuple["Program", Any]:
@@ -100,6 +100,10 @@ class Program:
             return self, chunk
         fewer = -(-self.at_once // 2)
         return dataclasses.replace(self, at_once=fewer, **self.lift(fewer)).compiled()
+
+    def padded(self, lanes: int) -> int:
+        """So many lanes with their padding: a multiple of the devices."""
+        return -(-lanes // self.mesh.size) * self.mesh.size
 
     def evaluates_at(self, chunk: int) -> bool:
         return chunk % self.chunks_per_eval == 0 or chunk == self.num_chunks
@@ -223,9 +227,9 @@ def build(
         )
     own_env = first_env if place is experiment else first_environment(experiment)
     dataset, about = load_data(experiment.data, own_env) if experiment.data else (None, {})
-    place_here = (experiment.env, experiment.env_params)
-    if "env" in about and ((about["env"], about.get("env_params") or {}) != place_here or swept_params):
-        about["elsewhere"] = " ".join([about["env"], *(f"{k}={v}" for k, v in (about.get("env_params") or {}).items())])
+    recorded = (about.get("env"), about.get("env_params") or {})
+    if recorded[0] is not None and (recorded != (experiment.env, experiment.env_params) or swept_params):
+        about["elsewhere"] = " ".join([recorded[0], *(f"{key}={value}" for key, value in recorded[1].items())])
     swept = [key for key in experiment.sweep if key.startswith("algo.")]
     if swept:  # what an agent checks of its options it can only see where they are numbers
         for algo in {tuple((key[5:], row[key]) for key in swept) for row in experiment.lanes()}:

@@ -800,7 +800,7 @@ def export(path: str | Path, lane: int, target: str | Path) -> Path:
 def plan(experiment: Experiment, probe: bool = False) -> dict[str, Any]:
     """What a run would be, without training: sizes, and memory predicted by the compiled program; with ``probe`` the seconds of a
     chunk, an evaluation and the whole, from a chunk or two and an evaluation that are run, and forgotten."""
-    is_paid = experiment.reward_from is not None and _is_finished(experiment.reward_from)
+    is_paid = experiment.reward_from is not None and is_finished(experiment.reward_from)
     program, pretrained = _built(experiment) if is_paid else _with_weights(build(experiment))
     halving = Halving(program)
     abstract = jax.eval_shape(program.init, program.lanes, program.data)
@@ -843,7 +843,7 @@ def plan(experiment: Experiment, probe: bool = False) -> dict[str, Any]:
         "lanes_at_once": program.at_once,
         "compile_seconds": seconds,
         "first": [
-            f"{source.name}, {source.total_steps:,} steps a seed; {'done' if _is_finished(source) else 'not done yet'}"
+            f"{source.name}, {source.total_steps:,} steps a seed; {'done' if is_finished(source) else 'not done yet'}"
             for source in (experiment.start_from, experiment.reward_from)
             if source is not None
         ],
@@ -861,7 +861,8 @@ def _timed(function: Callable[[Any], Any], value: Any) -> tuple[float, Any]:
     return seconds, value
 
 
-def _is_finished(experiment: Experiment) -> bool:
+def is_finished(experiment: Experiment) -> bool:
+    """Whether all of it has been trained, in its run directory."""
     file = experiment.path / "run.json"
     return file.is_file() and _read_json(file).get("status") == "finished"
 

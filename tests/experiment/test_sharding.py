@@ -38,12 +38,19 @@ SFT = {
     "model.heads": 2,
     "model.vocab": 24,
 }
-SCRIPT = """
+SCRIPT = '''
 import json, sys
 import jax, numpy as np
 from rljax.experiment import load
 from rljax.experiment.lanes import build
-from rljax.sharding import largest_share
+
+def largest_share(tree):
+    """Bytes on the fullest device over those of the tree: 1 where each device holds all of it, 1 / devices where it is split."""
+    held = {}
+    for leaf in jax.tree.leaves(tree):
+        for shard in leaf.addressable_shards:
+            held[shard.device] = held.get(shard.device, 0) + shard.data.nbytes
+    return max(held.values()) / sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 
 def train(config, devices):
     program = build(load(None, config), devices=jax.devices()[:devices])
@@ -65,7 +72,7 @@ for config, mode in json.loads(sys.argv[1]):
     found.append({"apart": apart, "moved": many[2], "share": many[3], "world": many[4], "sums": many[5],
                   "returns": float(np.abs(one[1] - many[1]).max())})
 print(json.dumps(found))
-"""
+'''
 
 
 def test_eight_devices_learn_what_one_does():
