@@ -7,8 +7,7 @@ Running sums of 4, 8 and (GRPO alone) 12 digits, from a start that is right abou
 What each seed reaches is kept in benchmarks/results/credit.json; docs/credit.md and its figure are made of that.
 """
 
-import argparse
-import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +21,16 @@ from rljax.experiment import Experiment, load, run
 from rljax.experiment.report import read_run
 from rljax.experiment.statistics import bootstrap_interval, iqm
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from lab import main, say, spread
+
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "credit.json"
 PAGE, FIGURE = ROOT / "docs" / "credit.md", ROOT / "docs" / "credit.png"
-MARKER = "<!-- results -->"
 TERMS = (4, 8, 12)
 CONFIGS = {"grpo": TERMS, "ppo": (4, 8), "ppo_discount": (4, 8)}  # twelve digits of PPO take half an hour on two cores
 EPISODES = 30_720  # of each seed, whatever the length
-
-
-def say(event: dict[str, Any]) -> None:
-    if "text" in event:
-        print(event["text"], flush=True)
 
 
 def cell(name: str, terms: int) -> Experiment:
@@ -88,11 +84,6 @@ def at_end(lanes: list[dict[str, Any]], terms: int, name: str = "exact") -> list
     return [float(np.mean(lane[name][-3:])) for lane in lanes if lane["terms"] == terms]
 
 
-def spread(values: list[float]) -> str:
-    low, high = bootstrap_interval(values)
-    return f"**{iqm(values):.2f}** [{low:.2f}, {high:.2f}]"
-
-
 def page(kept: dict[str, Any]) -> str:
     found = settings(kept)
     seeds = sorted({lane["seed"] for lane in kept["lanes"]})
@@ -137,17 +128,5 @@ def draw(kept: dict[str, Any]) -> None:
     figure.savefig(FIGURE, dpi=80)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--page", action="store_true", help="only write the page, from what was kept")
-    if not parser.parse_args().page:
-        RESULTS.write_text(json.dumps(measure()) + "\n")
-    kept = json.loads(RESULTS.read_text())
-    draw(kept)
-    before, _, rest = PAGE.read_text().partition(MARKER)
-    _, _, after = rest.partition(MARKER)
-    PAGE.write_text(f"{before}{MARKER}\n\n{page(kept)}\n{MARKER}{after}")
-
-
 if __name__ == "__main__":
-    main()
+    main(__doc__, RESULTS, PAGE, measure, draw, page)

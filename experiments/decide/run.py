@@ -9,10 +9,9 @@ methods that learn from samples have drawn as many. What each seed reaches is ke
 docs/decide.md and its figure are made of that.
 """
 
-import argparse
 import dataclasses
-import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +29,13 @@ from rljax.experiment.report import read_run
 from rljax.experiment.statistics import best_of_n, bootstrap_interval, iqm
 from rljax.networks import transformer
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from lab import main, say, spread
+
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "decide.json"
 PAGE, FIGURE = ROOT / "docs" / "decide.md", ROOT / "docs" / "decide.png"
-MARKER = "<!-- results -->"
 LABELS = (256, 2048, 16384)
 N = 16  # of best-of-n
 PROMPTS = 128
@@ -94,11 +95,6 @@ def experiment(
         changes["algo.num_pairs" if of_pairs else "algo.num_examples"] = labels // base.algo.answers if of_pairs else labels
     changes["sweep.algo.learning_rate" if isinstance(rate, tuple) else "algo.learning_rate"] = rate
     return load(file, changes)
-
-
-def say(event: dict[str, Any]) -> None:
-    if "text" in event:
-        print(event["text"], flush=True)
 
 
 def tune() -> None:
@@ -220,11 +216,6 @@ def measure() -> dict[str, Any]:
     }
 
 
-def spread(values: list[float], digits: int = 2) -> str:
-    low, high = bootstrap_interval(values)
-    return f"**{iqm(values):.{digits}f}** [{low:.{digits}f}, {high:.{digits}f}]"
-
-
 def page(kept: dict[str, Any]) -> str:
     start, cells = kept["start"], kept["cells"]
     seeds = kept["seeds"]
@@ -283,22 +274,5 @@ def draw(kept: dict[str, Any]) -> None:
     figure.savefig(FIGURE, dpi=80)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--tune", action="store_true", help="print what settings reach on the tuning seeds")
-    parser.add_argument("--page", action="store_true", help="only write the page, from what was kept")
-    wanted = parser.parse_args()
-    if wanted.tune:
-        tune()
-        return
-    if not wanted.page:
-        RESULTS.write_text(json.dumps(measure()) + "\n")
-    kept = json.loads(RESULTS.read_text())
-    draw(kept)
-    before, _, rest = PAGE.read_text().partition(MARKER)
-    _, _, after = rest.partition(MARKER)
-    PAGE.write_text(f"{before}{MARKER}\n\n{page(kept)}\n{MARKER}{after}")
-
-
 if __name__ == "__main__":
-    main()
+    main(__doc__, RESULTS, PAGE, measure, draw, page, tune)

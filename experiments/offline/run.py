@@ -7,9 +7,8 @@ Fifteen thousand steps each of an expert, of a policy half as good, of random ac
 What each seed reaches is kept in benchmarks/results/offline.json; docs/cloning.md and its figure are made of that.
 """
 
-import argparse
 import functools
-import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +27,15 @@ from rljax.experiment import Experiment, Recording, Result, load, read, record, 
 from rljax.experiment.report import read_run
 from rljax.experiment.statistics import bootstrap_interval, iqm, normalized_score
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from lab import main, say, spread
+
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 DATA = ROOT / "runs" / "offline_data"
 RESULTS = ROOT / "benchmarks" / "results" / "offline.json"
 PAGE = ROOT / "docs" / "cloning.md"
 FIGURE = ROOT / "docs" / "cloning.png"
-MARKER = "<!-- results -->"
 STEPS = 15_000  # of a data set; whole episodes of Pendulum, where one that is cut would have the best return
 TASKS = {"cartpole": ("CartPole-v1", 8_000, 200_000), "pendulum": ("Pendulum-v1", 25_000, 200_000)}  # medium and expert PPO
 SETS = ("expert", "mixed", "medium", "random")
@@ -48,11 +49,6 @@ METHODS = {
 }
 DISCOUNT = {"cartpole": 0.99, "pendulum": 0.95}
 PENALTIES = (0.0, 1.0, 5.0)
-
-
-def say(event: dict[str, Any]) -> None:
-    if "text" in event:
-        print(event["text"], flush=True)
 
 
 def keep(recording: Recording, path: Path) -> None:
@@ -153,11 +149,6 @@ def scores(kept: dict[str, Any], task: str, name: str, method: str) -> list[floa
     return [lane["score"] for lane in kept["lanes"] if where.items() <= lane.items()]
 
 
-def spread(values: list[float], digits: int = 0) -> str:
-    low, high = bootstrap_interval(values)
-    return f"**{iqm(values):.{digits}f}** [{low:.{digits}f}, {high:.{digits}f}]"
-
-
 def verdict(kept: dict[str, Any], task: str, name: str) -> str:
     """Whether the best offline RL ends above the best cloning, by their intervals over seeds."""
     cloning, rl = (
@@ -187,7 +178,7 @@ def page(kept: dict[str, Any]) -> str:
         for method in METHODS:
             cells = [scores(kept, task, name, method) for name in SETS]
             if cells[0]:
-                lines.append(f"| {method} | " + " | ".join(spread(values) for values in cells) + " |")
+                lines.append(f"| {method} | " + " | ".join(spread(values, 0) for values in cells) + " |")
         lines.append("| *best RL against best cloning* | " + " | ".join(verdict(kept, task, name) for name in SETS) + " |")
     lines += [
         "",
@@ -228,17 +219,5 @@ def draw(kept: dict[str, Any]) -> None:
     figure.savefig(FIGURE, dpi=80)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--page", action="store_true", help="only write the page, from what was kept")
-    if not parser.parse_args().page:
-        RESULTS.write_text(json.dumps(measure()) + "\n")
-    kept = json.loads(RESULTS.read_text())
-    draw(kept)
-    before, _, rest = PAGE.read_text().partition(MARKER)
-    _, _, after = rest.partition(MARKER)
-    PAGE.write_text(f"{before}{MARKER}\n\n{page(kept)}\n{MARKER}{after}")
-
-
 if __name__ == "__main__":
-    main()
+    main(__doc__, RESULTS, PAGE, measure, draw, page)

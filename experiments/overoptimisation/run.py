@@ -7,11 +7,10 @@ Gold is the verifier of the task, proxy what is paid instead. Each lane's curve 
 started from is kept in benchmarks/results/overoptimisation.json; docs/overoptimisation.md and its figure are made of that.
 """
 
-import argparse
 import dataclasses
 import itertools
-import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,9 @@ from rljax.experiment import Experiment, load, result, run, sample_answers
 from rljax.experiment.report import read_run
 from rljax.experiment.statistics import best_of_n, bootstrap_interval, iqm
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from lab import main, spread
+
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "overoptimisation.json"
@@ -37,7 +39,6 @@ TITLES = {
     "grpo_length": "GRPO, paid for length",
 }
 PROMPTS, SAMPLES = 128, 64  # of best-of-n
-MARKER = "<!-- results -->"
 
 
 def lane_curves(experiment: Experiment) -> list[dict[str, Any]]:
@@ -114,11 +115,6 @@ def say(event: dict[str, Any]) -> None:
         print(event["text"], flush=True)
     elif "step" in event and event.get("evaluation") is not None:
         print(f"{event['step']:,}/{event['total']:,}", flush=True)
-
-
-def spread(values: list[float], digits: int = 2) -> str:
-    low, high = bootstrap_interval(values)
-    return f"**{iqm(values):.{digits}f}** [{low:.{digits}f}, {high:.{digits}f}]"
 
 
 def of_coef(curves: list[dict[str, Any]], coef: float) -> list[dict[str, Any]]:
@@ -247,17 +243,5 @@ def page(kept: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--page", action="store_true", help="only write the page, from what was kept")
-    if not parser.parse_args().page:
-        RESULTS.write_text(json.dumps(measure()) + "\n")
-    kept = json.loads(RESULTS.read_text())
-    draw(kept)
-    before, _, rest = PAGE.read_text().partition(MARKER)
-    _, _, after = rest.partition(MARKER)
-    PAGE.write_text(f"{before}{MARKER}\n\n{page(kept)}\n{MARKER}{after}")
-
-
 if __name__ == "__main__":
-    main()
+    main(__doc__, RESULTS, PAGE, measure, draw, page)

@@ -16,6 +16,7 @@ from rljax.experiment import InputError, Recording, evaluate, load, read, record
 from rljax.experiment.data import load_data
 from rljax.experiment.lanes import build
 from rljax.experiment.statistics import normalized_score
+from tests.experiment.runs import assert_same
 
 PPO = {
     "env": "CartPole-v1",
@@ -288,14 +289,10 @@ def test_an_offline_run_is_resumed_evaluated_and_scored(file, tmp_path):
     info = json.loads((again.path / "run.json").read_text())
     (again.path / "run.json").write_text(json.dumps({**info, "status": "running"}))
     resumed = resume(again.path)
-    jax.tree.map(np.testing.assert_array_equal, plain(resumed.states), plain(result.states))
+    assert_same(resumed.states, result.states)
     states, _, evaluation = train(e)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), states.params, result.states.params)
     assert evaluation.returns.shape == (2, 4)
-
-
-def plain(states):
-    return jax.tree.map(lambda x: jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x, states)
 
 
 def test_data_belongs_to_the_hash_by_what_it_holds(file, tmp_path):

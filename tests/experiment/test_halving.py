@@ -10,6 +10,7 @@ import pytest
 from rljax.experiment import InputError, evaluate, load, load_states, run, summary_text, train
 from rljax.experiment.halving import Halving
 from rljax.experiment.lanes import build
+from tests.experiment.runs import rows
 
 TINY = {
     "env": "CartPole-v1",
@@ -38,8 +39,8 @@ def finished(tmp_path_factory):
 
 
 def test_the_worst_settings_are_dropped_and_named(finished):
-    rows = [json.loads(line) for line in (finished.path / "metrics.jsonl").read_text().splitlines()]
-    lanes = {step: [row["lane"] for row in rows if row["step"] == step] for step in {row["step"] for row in rows}}
+    found = rows(finished.path)
+    lanes = {step: [row["lane"] for row in found if row["step"] == step] for step in {row["step"] for row in found}}
     assert [len(lanes[step]) for step in (0, 80, 96, 160, 176, 320)] == [10, 10, 6, 6, 4, 4]
     dropped = json.loads((finished.path / "run.json").read_text())["dropped"]
     assert [(drop["evaluation"], drop["step"]) for drop in dropped] == [(1, 80), (1, 80), (2, 160)]

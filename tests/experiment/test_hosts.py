@@ -11,11 +11,11 @@ import time
 from collections import namedtuple
 
 import jax
-import numpy as np
 import pytest
 
 from rljax.cli import main
 from rljax.experiment import InputError, hosts, lanes, load, load_states, resume, run
+from tests.experiment.runs import assert_same, stop_after
 
 TINY = {
     "env": "CartPole-v1",
@@ -86,30 +86,10 @@ def finish(n, out, **changes):
         assert errors == "" and all(line.startswith("[Gloo]") for line in said.splitlines())
 
 
-def numbers(states):
-    return [
-        np.asarray(jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
-        for x in jax.tree.leaves(states)
-    ]
-
-
-def assert_same(path, other):
+def assert_same_runs(path, other):
     """Byte for byte, and bit for bit."""
     assert (path / "metrics.jsonl").read_bytes() == (other / "metrics.jsonl").read_bytes()
-    for x, y in zip(numbers(load_states(path)[1]), numbers(load_states(other)[1]), strict=True):
-        np.testing.assert_array_equal(x, y)
-
-
-def stop_after(n):
-    """A listener that stops the run at its n-th chunk, as Ctrl-C would."""
-    seen = []
-
-    def listen(event):
-        seen.append(event["event"])
-        if seen.count("chunk") == n:
-            raise KeyboardInterrupt
-
-    return listen
+    assert_same(load_states(path)[1], load_states(other)[1])
 
 
 def test_two_processes_one_killed_equal_one_process_that_was_not(tmp_path):
@@ -129,8 +109,8 @@ def test_two_processes_one_killed_equal_one_process_that_was_not(tmp_path):
     shutil.copytree(e.path, tmp_path / "one" / "run" / e.path.name)
 
     finish(2, tmp_path / "out")
-    assert_same(e.path, whole.path)
-    assert_same(resume(tmp_path / "one" / "run" / e.path.name).path, whole.path)
+    assert_same_runs(e.path, whole.path)
+    assert_same_runs(resume(tmp_path / "one" / "run" / e.path.name).path, whole.path)
 
 
 @pytest.mark.slow
@@ -146,7 +126,7 @@ def test_four_processes_one_killed(tmp_path, victim):
         assert status == (-signal.SIGKILL if i == victim else 1)
         assert i == victim or errors.splitlines()[-1].endswith(hosts.AGAIN)
     finish(4, tmp_path / "out", seeds=seeds)
-    assert_same(e.path, tmp_path / "whole" / "run" / e.path.name)
+    assert_same_runs(e.path, tmp_path / "whole" / "run" / e.path.name)
 
 
 @pytest.mark.slow

@@ -32,6 +32,7 @@ from rljax.experiment import (
     train,
 )
 from rljax.experiment.config import elsewhere
+from tests.experiment.runs import assert_same, rows, stop_after
 
 TINY = {
     "env": "CartPole-v1",
@@ -51,22 +52,6 @@ TINY = {
 
 def tiny(tmp_path, **changes):
     return load(None, {**TINY, "out": str(tmp_path), **changes})
-
-
-def rows(path):
-    return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-
-
-def leaves(states):
-    return [
-        np.asarray(jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
-        for x in jax.tree.leaves(states)
-    ]
-
-
-def assert_same(a, b):
-    for x, y in zip(leaves(a), leaves(b), strict=True):
-        np.testing.assert_array_equal(x, y)
 
 
 @pytest.fixture(scope="module")
@@ -267,18 +252,6 @@ def test_resume_after_sigkill_equals_the_uninterrupted_run(tmp_path, finished, k
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     assert (path / "metrics.jsonl").read_bytes() == (finished.path / "metrics.jsonl").read_bytes()
     assert_same(load_states(path)[1], finished.states)
-
-
-def stop_after(n):
-    """A listener that stops the run at its n-th chunk, as Ctrl-C would."""
-    seen = []
-
-    def listen(event):
-        seen.append(event["event"])
-        if seen.count("chunk") == n:
-            raise KeyboardInterrupt
-
-    return listen
 
 
 def interrupted(tmp_path, chunks, **changes):

@@ -32,6 +32,7 @@ from rljax.experiment import (
 )
 from rljax.experiment.lanes import build, first_environment, judge
 from rljax.lm.tasks import Reversing
+from tests.experiment.runs import assert_same, leaves, rows, stop_after
 
 SFT = """
 env = "tokens/reversing"
@@ -123,22 +124,8 @@ def finished(folder):
     return run(load(folder / "grpo.toml", {"out": str(folder / "runs")}), listener=events.append), events
 
 
-def leaves(tree):
-    is_key = lambda x: jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
-    return [np.asarray(jax.random.key_data(x) if is_key(x) else x) for x in jax.tree.leaves(tree)]
-
-
-def assert_same(a, b):
-    for x, y in zip(leaves(a), leaves(b), strict=True):
-        np.testing.assert_array_equal(x, y)
-
-
 def lane(tree, i):
     return jax.tree.map(lambda x: x[i], tree)
-
-
-def rows(path):
-    return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_lanes_begin_with_what_their_seed_has_learnt(finished):
@@ -275,16 +262,9 @@ def letters():
 
 def interrupted(folder, source, place, chunks, config="grpo.toml", **changes):
     """A run that was stopped at its n-th chunk, as by Ctrl-C."""
-    seen = []
-
-    def listen(event):
-        seen.append(event["event"])
-        if seen.count("chunk") == chunks:
-            raise KeyboardInterrupt
-
     e = load(folder / config, {"out": str(place), "start_from": str(source.path), **changes})
     with pytest.raises(KeyboardInterrupt):
-        run(e, listener=listen)
+        run(e, listener=stop_after(chunks))
     return e
 
 
