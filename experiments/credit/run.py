@@ -22,7 +22,7 @@ from rljax.experiment.report import read_run
 from rljax.experiment.statistics import bootstrap_interval, iqm
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from lab import main, say, spread
+from labs import main, say, spread
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent

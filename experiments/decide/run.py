@@ -30,7 +30,7 @@ from rljax.experiment.statistics import best_of_n, bootstrap_interval, iqm
 from rljax.networks import transformer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from lab import main, say, spread
+from labs import main, say, spread
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent

@@ -25,7 +25,7 @@ from rljax.experiment.report import read_run
 from rljax.experiment.statistics import best_of_n, bootstrap_interval, iqm
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from lab import main, spread
+from labs import main, spread
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
