@@ -1,7 +1,8 @@
 """Every page of the documentation runs: its files, its Python and its commands, in order, each page in a directory of its own.
 
 A block with ``title="file"`` is written to that file, ``python`` blocks run in one namespace a page, and ``bash`` blocks hold
-commands of rljax. ``<!-- test: skip -->`` on the line before a block leaves it out; plain fences and ``text`` are never run.
+commands of rljax. ``<!-- test: skip -->`` on the line before a block leaves it out; plain fences and ``text`` are never run. Commands that are
+left out so are in `NOT_RUN`, each with its reason.
 
 Configs that are loaded get a tiny budget. Of the commands that train, the first of a page does so, and the others are built:
 every key is validated and every program is traced as far as its shapes. In commands, the run directory of an example stands for
@@ -17,6 +18,7 @@ import runpy
 import shlex
 import shutil
 import sys
+import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -43,6 +45,25 @@ LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 EXAMPLE_RUN = re.compile(r"\bruns/\w+/[0-9a-f]{12}\b")
 OPTIONAL_METRICS = {"ppo": {"target_kl": 1.0}, "reinforce": {"gradient_variance": True}, "grpo": {"kl_coef": 0.1}}
 OF_TOKENS = {"sft": {}, "dpo": {}, "reward_model": {}, "ppo": {"kl_coef": 0.1}}
+MEASURED = re.compile(r"\*\*[-.\d]+\*\*")
+COMMAND = re.compile(r"^\s*(?:rljax|python3?|pip|podman|srun|mpirun|gcloud|sky|systemd-run|\.venv/bin/\w+) .*$", re.M)
+NOT_RUN = {  # what commands in fences that are not run begin with, and why
+    "python3 -m venv": "installs; .ci/run does so in a new environment on each version of Python, and runs what README says first",
+    "pip install": "as above",
+    ".venv/bin/rljax run experiments/ppo_cartpole.toml --out runs": "a unit of systemd",
+    "rljax fetch smollm2": "needs the network; tests/lm/test_weights.py fetches from a stand-in",
+    "rljax run experiments/grpo_smollm2.toml": "needs a model that is downloaded; its results are in benchmarks/results/grpo_smollm2.json",
+    "rljax run experiments/dpo_smollm2.toml": "the same model",
+    "rljax redteam experiments/grpo_smollm2.toml": "the same model",
+    "rljax submit experiments/sweep.toml --slurm": "needs Slurm; tests/test_jobs.py has a stand-in for sbatch, and jobs that run here",
+    "srun rljax run": "needs Slurm; tests/experiment/test_hosts.py reads its variables, and starts two and four processes",
+    "mpirun": "needs Open MPI; as above",
+    "gcloud": "needs a TPU pod; as above",
+    "rljax run experiments/ppo_cartpole.toml --coordinator": "one run of several processes: tests/experiment/test_hosts.py",
+    "podman": "needs podman and an image",
+    "systemd-run": "needs systemd",
+    "python experiments/": "labs of hours; tests/experiment/test_labs.py loads their configs, and holds their pages to what was kept",
+}
 TABLE_ROW = re.compile(r"^\| `([^`]+)` \| (?:`([^`]*)`)?[^|]*\| (.*?) \|", re.M)
 
 
@@ -154,6 +175,65 @@ def test_page_runs(page, tmp_path, monkeypatch):
         for name in set(sys.modules) - modules:
             if str(getattr(sys.modules[name], "__file__", None) or "").startswith(str(tmp_path)):
                 del sys.modules[name]
+
+
+def commands_not_run() -> list[str]:
+    """Every command on a page that no test of this file runs."""
+    found = []
+    for page in PAGES:
+        text = (ROOT / page).read_text()
+        run = {match.start("body") for match in FENCE.finditer(text) if match["marker"] != "skip"}
+        for fence in re.finditer(r"^```(?P<kind>[^\n]*)\n(?P<body>.*?)^```$", text, re.M | re.S):
+            is_code = fence["kind"] in ("python", "bash") or "title=" in fence["kind"]
+            if not (is_code and fence.start("body") in run):
+                found += [line.strip() for line in COMMAND.findall(fence["body"])]
+    return found
+
+
+def test_what_is_not_run_is_listed_with_its_reason():
+    commands = commands_not_run()
+    for command in commands:
+        assert any(command.startswith(known) for known in NOT_RUN), f"{command}: run it, or say in NOT_RUN why not"
+    for known in NOT_RUN:
+        assert any(command.startswith(known) for command in commands), f"{known}: no page has it"
+
+
+def test_parts_of_configs_are_toml_with_known_keys():
+    """Blocks that are no whole file, and so are not loaded."""
+    names = {field.name for field in dataclasses.fields(experiment.Experiment)} | {"base", "model"}
+    for page in PAGES:
+        for block in re.findall(r"^```toml\n(.*?)^```$", (ROOT / page).read_text(), re.M | re.S):
+            assert set(tomllib.loads(block.replace("# or\n", "# or\n[other]\n"))) - {"other"} <= names, block
+
+
+def test_notes_on_migration_name_options_that_there_are():
+    """The second column of their tables."""
+    fields = [dataclasses.fields(agents.agent_module(name).Config) for name in agents.AGENTS]
+    known = {field.name for of_agent in fields for field in of_agent}
+    known |= {field.name for field in dataclasses.fields(experiment.Experiment)}
+    known |= {f"model.{field.name}" for field in dataclasses.fields(Transformer)} | {"[env_params]"}
+    known |= {f"env_params.{name}" for name in registry.env_parameters("text")}
+    rows = re.findall(r"^\| [^|]+ \| ([^|]*) \|[^|\n]*\|$", (ROOT / "docs/migration.md").read_text(), re.M)
+    named = {name for cell in rows for name in re.findall(r"`([^`]+)`", cell)}
+    assert len(named) > 60
+    assert named <= known, named - known
+
+
+@pytest.mark.parametrize("name", agents.AGENTS)
+def test_page_of_an_algorithm_has_measured_results_that_are_those_of_their_pages(name):
+    text = (ROOT / f"docs/algorithms/{name}.md").read_text()
+    assert "rljax run" in text
+    assert "## Pitfalls" in text
+    assert "arXiv" in text or "Williams 1992" in text
+    section = text.partition("## Measured results")[2]
+    sources = "".join((ROOT / "docs" / page).read_text() for page in ("results.md", "cloning.md", "overoptimisation.md"))
+    rows = [line for line in section.splitlines() if line.startswith("|") and MEASURED.search(line)]
+    assert rows, "a table with intervals"
+    for row in rows:
+        first, *cells = [cell.strip() for cell in row.strip("|").split("|")]
+        cells = [cell for cell in cells if MEASURED.search(cell)]
+        at_home = [line for line in sources.splitlines() if line.startswith(f"| {first} |")]
+        assert any(all(cell in line for cell in cells) for line in at_home), row
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
