@@ -1,8 +1,8 @@
 """Every page of the documentation runs: its files, its Python and its commands, in order, each page in a directory of its own.
 
 A block with ``title="file"`` is written to that file, ``python`` blocks run in one namespace a page, and ``bash`` blocks hold
-commands of rljax. ``<!-- test: skip -->`` on the line before a block leaves it out; plain fences and ``text`` are never run. Commands that are
-left out so are in `NOT_RUN`, each with its reason.
+commands of rljax. ``<!-- test: skip -->`` on the line before a block leaves it out; plain fences and ``text`` are never run.
+Commands that are left out are in `NOT_RUN`, each with its reason.
 
 Configs that are loaded get a tiny budget. Of the commands that train, the first of a page does so, and the others are built:
 every key is validated and every program is traced as far as its shapes. In commands, the run directory of an example stands for
@@ -48,21 +48,21 @@ OF_TOKENS = {"sft": {}, "dpo": {}, "reward_model": {}, "ppo": {"kl_coef": 0.1}}
 MEASURED = re.compile(r"\*\*[-.\d]+\*\*")
 COMMAND = re.compile(r"^\s*(?:rljax|python3?|pip|podman|srun|mpirun|gcloud|sky|systemd-run|\.venv/bin/\w+) .*$", re.M)
 NOT_RUN = {  # what commands in fences that are not run begin with, and why
-    "python3 -m venv": "installs; .ci/run does so in a new environment on each version of Python, and runs what README says first",
+    "python3 -m venv": "installs; .ci/run does so on each version of Python, and runs what README says first",
     "pip install": "as above",
     ".venv/bin/rljax run experiments/ppo_cartpole.toml --out runs": "a unit of systemd",
     "rljax fetch smollm2": "needs the network; tests/lm/test_weights.py fetches from a stand-in",
-    "rljax run experiments/grpo_smollm2.toml": "needs a model that is downloaded; its results are in benchmarks/results/grpo_smollm2.json",
+    "rljax run experiments/grpo_smollm2.toml": "needs a download; its results are in benchmarks/results",
     "rljax run experiments/dpo_smollm2.toml": "the same model",
     "rljax redteam experiments/grpo_smollm2.toml": "the same model",
-    "rljax submit experiments/sweep.toml --slurm": "needs Slurm; tests/test_jobs.py has a stand-in for sbatch, and jobs that run here",
-    "srun rljax run": "needs Slurm; tests/experiment/test_hosts.py reads its variables, and starts two and four processes",
+    "rljax submit experiments/sweep.toml --slurm": "needs Slurm; tests/test_jobs.py has a stand-in",
+    "srun rljax run": "needs Slurm; tests/experiment/test_hosts.py reads its variables, and starts processes",
     "mpirun": "needs Open MPI; as above",
     "gcloud": "needs a TPU pod; as above",
     "rljax run experiments/ppo_cartpole.toml --coordinator": "one run of several processes: tests/experiment/test_hosts.py",
     "podman": "needs podman and an image",
     "systemd-run": "needs systemd",
-    "python experiments/": "labs of hours; tests/experiment/test_labs.py loads their configs, and holds their pages to what was kept",
+    "python experiments/": "labs of hours; tests/experiment/test_labs.py holds their pages to what was kept",
 }
 TABLE_ROW = re.compile(r"^\| `([^`]+)` \| (?:`([^`]*)`)?[^|]*\| (.*?) \|", re.M)
 
