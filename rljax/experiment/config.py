@@ -692,9 +692,8 @@ def _env_value(key: str, value: Any, default: Any, origin: str) -> Any:
         raise InputError(f"{origin}: {key} must be text, got {value!r}")
     if not isinstance(default, int | float):
         return value
-    if is_range(value) and key.removeprefix("env_params.") not in WRAPPERS:
-        ends: dict[str, Any] = dict(value)
-        return {end: float(_env_value(f"{key}.{end}", number, 0.0, origin)) for end, number in ends.items()}
+    if isinstance(value, dict) and is_range(value) and key.removeprefix("env_params.") not in WRAPPERS:
+        return {end: _env_value(f"{key}.{end}", number, 0.0, origin) for end, number in value.items()}
     if value == "none" and key.removeprefix("env_params.") in WRAPPERS:
         return None  # takes back what a base file sets
     if not _is_number(value):
