@@ -1,18 +1,23 @@
-"""Names to environments: gymnax's own names, ``brax/<name>``, ``module:attribute``, and whatever users register."""
+"""Names to environments: gymnax's own, ``brax/<name>``, ``playground/<name>``, ``module:attribute``, and what users register."""
 
 import difflib
+import functools
 import hashlib
 import importlib
 import importlib.util
 import inspect
+import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from rljax.envs.base import Environment, check
-from rljax.envs.wrappers import ScaleReward, SelectObservation, TimeLimit
+from rljax.envs.wrappers import Randomized, ScaleReward, SelectObservation, TimeLimit, is_range
 
 OWN = {
     "GoalGrid": "rljax.envs.goal:GoalGrid",
@@ -50,10 +55,11 @@ def register_env(name: str, factory: Callable[..., Environment]) -> None:
 
 
 def env_names() -> list[str]:
-    """Every name that `make_env` knows, ``module:attribute`` apart."""
-    from rljax.envs import brax, gymnax
+    """Every name that `make_env` knows, ``module:attribute`` apart; MuJoCo Playground's where it is installed."""
+    from rljax.envs import brax, gymnax, playground
 
-    return [*gymnax.names(), *(f"brax/{name}" for name in brax.names()), *OWN, *_registered]
+    physics = [f"brax/{name}" for name in brax.names()] + [f"playground/{name}" for name in playground.names()]
+    return [*gymnax.names(), *physics, *OWN, *_registered]
 
 
 def env_parameters(name: str) -> dict[str, Any]:
@@ -62,7 +68,7 @@ def env_parameters(name: str) -> dict[str, Any]:
     Raises:
       ValueError: an unknown name.
     """
-    from rljax.envs import brax, gymnax
+    from rljax.envs import brax, gymnax, playground
 
     factory = _factory(name)
     if factory is not None:
@@ -70,6 +76,10 @@ def env_parameters(name: str) -> dict[str, Any]:
         return {p.name: None if p.default is p.empty else p.default for p in signature if p.kind != p.VAR_KEYWORD}
     if name.startswith("brax/") and name[5:] in brax.names():
         return brax.parameters(name[5:])
+    if name.startswith("playground/"):
+        playground.require()
+        if name[11:] in playground.names():
+            return playground.parameters(name[11:])
     if name in gymnax.names():
         return gymnax.parameters(name)
     if name in gymnax.EXCLUDED:
@@ -81,19 +91,19 @@ def make_env(name: str, *, time_limit: int | None = None, reward_scale: float | 
     """Makes one environment.
 
     Args:
-      name: a gymnax name (``"CartPole-v1"``), ``"brax/ant"``, a registered name, or ``"package.module:attribute"`` /
-        ``"path/file.py:attribute"`` for a callable of the user's own that returns an environment.
+      name: a gymnax name (``"CartPole-v1"``), ``"brax/ant"``, ``"playground/CartpoleBalance"``, a registered name, or
+        ``"package.module:attribute"`` / ``"path/file.py:attribute"`` for a callable of your own that returns an environment.
       time_limit: truncates episodes after this many steps, on top of the environment's own limit.
       reward_scale: multiplies every reward. An experiment evaluates without it.
-      **kwargs: the environment's parameters; `env_parameters` lists them. Numbers may be traced.
+      **kwargs: the environment's parameters; `env_parameters` lists them. Numbers may be traced. ``{"low": x, "high": y}`` draws
+        one anew for each episode: see `Randomized`.
 
     Raises:
       ValueError: an unknown name or parameter, with the nearest ones.
-      ValueError: a time limit that is no whole number of steps; a user's parameter with the name of a wrapper's.
+      ValueError: a time limit that is no whole number of steps; a user's parameter with the name of a wrapper's; a range that is
+        empty, or of a parameter whose number the environment must know.
       TypeError: a user's environment that breaks the contract.
     """
-    from rljax.envs import brax, gymnax
-
     known = env_parameters(name)
     taken = [key for key in WRAPPERS if key in known]
     if taken:
@@ -105,15 +115,54 @@ def make_env(name: str, *, time_limit: int | None = None, reward_scale: float | 
     for key in kwargs:
         if key not in known and not takes_any:
             raise ValueError(f"unknown key env_params.{key} for {name}{did_you_mean(key, [*known, *WRAPPERS])}")
+    ranges = {key: value for key, value in kwargs.items() if is_range(value)}
+    for key, span in ranges.items():
+        if not span["low"] < span["high"]:
+            raise ValueError(f"env_params.{key}: low must be below high, got {dict(span)}")
+        if not takes_traced(name, key, kwargs):
+            raise ValueError(f"env_params.{key} of {name} cannot be drawn for each episode: its constructor needs the number")
+    make = functools.partial(_make, name, factory)
+    env = Randomized(lambda **drawn: make(**{**kwargs, **drawn}), ranges) if ranges else make(**kwargs)
+    env = env if reward_scale is None else ScaleReward(env, reward_scale)
+    return env if time_limit is None else TimeLimit(env, time_limit)
+
+
+def _make(name: str, factory: Callable[..., Environment] | None, **kwargs: Any) -> Environment:
+    from rljax.envs import brax, gymnax, playground
+
     if factory is not None:
         env = factory(**kwargs)
         check(env, name)
-    elif name.startswith("brax/"):
-        env = brax.make(name[5:], **kwargs)
-    else:
-        env = gymnax.make(name, **kwargs)
-    env = env if reward_scale is None else ScaleReward(env, reward_scale)
-    return env if time_limit is None else TimeLimit(env, time_limit)
+        return env
+    if name.startswith("brax/"):
+        return brax.make(name[5:], **kwargs)
+    if name.startswith("playground/"):
+        return playground.make(name[11:], **kwargs)
+    return gymnax.make(name, **kwargs)
+
+
+def takes_traced(name: str, key: str, kwargs: Mapping[str, Any]) -> bool:
+    """Whether the parameter ``key``, beside the others in ``kwargs``, can be traced: its default is a float that no constructor
+    looks at in Python. Traces the environment to see."""
+    default = {**WRAPPERS, **env_parameters(name)}.get(key)
+    others = {k: v for k, v in kwargs.items() if k != key and not isinstance(v, jax.Array)}
+    return isinstance(default, float) and _takes_traced(name, key, default, json.dumps(others, sort_keys=True))
+
+
+@functools.lru_cache
+def _takes_traced(name: str, key: str, value: float, kwargs: str) -> bool:
+    def step(value):
+        env = make_env(name, **{**json.loads(kwargs), key: value})
+        state, _ = env.reset(jax.random.key(0))
+        return env.step(jax.random.key(0), state, jnp.zeros(env.action_space.shape, env.action_space.dtype))
+
+    try:
+        jax.eval_shape(step, value)
+    except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
+        return False
+    except (ValueError, TypeError):
+        pass  # a fault of another kind, which making it reports with its key
+    return True
 
 
 def stateless_cartpole(**kwargs: Any) -> Environment:

@@ -1,9 +1,10 @@
 """Wrappers: an environment around an environment."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -77,6 +78,48 @@ class TimeLimit(Wrapper):
     @property
     def outcome(self) -> Any:
         """See `rljax.envs.tokens.TokenEnvironment`; None where the environment has none."""
+        inner = getattr(self.env, "outcome", None)
+        return None if inner is None else lambda states, lengths: inner(states[0], lengths)
+
+
+def is_range(value: Any) -> bool:
+    """Whether a parameter is ``{"low": x, "high": y}``: drawn anew for each episode, see `Randomized`."""
+    return isinstance(value, Mapping) and set(value) == {"low", "high"}
+
+
+class Randomized(Wrapper):
+    """Domain randomisation: parameters are drawn for each episode, and not shown (Tobin et al. 2017, arXiv 1703.06907).
+
+    A value is uniform in ``[low, high)``, and stays for the episode. The spaces are those at the middle of every range.
+    """
+
+    def __init__(self, make: Callable[..., Environment], ranges: Mapping[str, Mapping[str, Any]]):
+        """
+        Args:
+          make: ``(**values) ->`` the environment, whose ``reset`` and ``step`` must take traced values.
+          ranges: ``{"low": x, "high": y}`` of each parameter.
+        """
+        super().__init__(make(**{name: (span["low"] + span["high"]) / 2 for name, span in ranges.items()}))
+        self._make, self._ranges = make, ranges
+
+    def reset(self, key: Array) -> tuple[Any, TimeStep]:
+        reset_key, draw_key = jax.random.split(key)
+        keys = jax.random.split(draw_key, len(self._ranges))
+        values = {
+            name: jax.random.uniform(k, (), jnp.float32, span["low"], span["high"])
+            for k, (name, span) in zip(keys, self._ranges.items(), strict=True)
+        }
+        state, timestep = self._make(**values).reset(reset_key)
+        return (state, values), timestep
+
+    def step(self, key: Array, state: Any, action: Array) -> tuple[Any, TimeStep]:
+        inner, values = state
+        inner, timestep = self._make(**values).step(key, inner, action)
+        return (inner, values), timestep
+
+    @property
+    def outcome(self) -> Any:
+        """See `TimeLimit.outcome`."""
         inner = getattr(self.env, "outcome", None)
         return None if inner is None else lambda states, lengths: inner(states[0], lengths)
 

@@ -18,12 +18,11 @@ import typing
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import tomli_w
 
 from rljax.agents.base import AGENTS, agent_module
-from rljax.envs.registry import WRAPPERS, did_you_mean, env_parameters, make_env
+from rljax.envs.registry import WRAPPERS, did_you_mean, env_parameters, takes_traced
+from rljax.envs.wrappers import is_range
 from rljax.experiment import devices
 from rljax.networks import Transformer
 from rljax.options import is_in_range, range_text, static
@@ -132,7 +131,7 @@ class Experiment:
             fields = {f.name: f for f in dataclasses.fields(self.algo)}
             return fields[name].metadata["traced"] and None not in self.sweep.get(key, ())
         is_numeric = all(_is_number(value) for value in self.sweep.get(key, ()))
-        return is_numeric and _env_takes_traced(self.env, name, json.dumps(self.env_params, sort_keys=True))
+        return is_numeric and takes_traced(self.env, name, self.env_params)
 
     def settings(self) -> list[dict[str, Any]]:
         """The combinations of swept values."""
@@ -303,27 +302,6 @@ def describe(experiment: Experiment) -> list[tuple[str, str, str]]:
         value = experiment.env_params.get(key, "none" if key in WRAPPERS else default)
         options.append((f"env_params.{key}", str(value), "of the environment" + (" [traced]" * isinstance(default, float))))
     return options
-
-
-@functools.lru_cache
-def _env_takes_traced(env: str, name: str, other_params: str) -> bool:
-    """Whether a float parameter can be traced: some constructors look at theirs in Python. Traces the environment to see."""
-    default = {**WRAPPERS, **env_parameters(env)}.get(name)
-    if not isinstance(default, float):
-        return False
-
-    def step(value):
-        made = make_env(env, **{**json.loads(other_params), name: value})
-        state, _ = made.reset(jax.random.key(0))
-        return made.step(jax.random.key(0), state, jnp.zeros(made.action_space.shape, made.action_space.dtype))
-
-    try:
-        jax.eval_shape(step, default)
-    except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
-        return False
-    except (ValueError, TypeError):
-        pass  # a fault of another kind, which `lanes.build` reports with its key
-    return True
 
 
 def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, tuple[Any, str]]:
@@ -714,6 +692,8 @@ def _env_value(key: str, value: Any, default: Any, origin: str) -> Any:
         raise InputError(f"{origin}: {key} must be text, got {value!r}")
     if not isinstance(default, int | float):
         return value
+    if isinstance(value, dict) and is_range(value) and key.removeprefix("env_params.") not in WRAPPERS:
+        return {end: _env_value(f"{key}.{end}", number, 0.0, origin) for end, number in value.items()}
     if value == "none" and key.removeprefix("env_params.") in WRAPPERS:
         return None  # takes back what a base file sets
     if not _is_number(value):
