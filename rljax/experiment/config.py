@@ -682,6 +682,9 @@ def _check_range(key: str, value: Any, meta: Any, origin: str) -> None:
 
 
 def _env_value(key: str, value: Any, default: Any, origin: str) -> Any:
+    is_wrapper = key.rpartition("env_params.")[2] in WRAPPERS  # swept or not
+    if is_range(value) and _is_number(default) and not is_wrapper:
+        return {end: _env_value(f"{key}.{end}", number, 0.0, origin) for end, number in value.items()}
     if isinstance(value, datetime.date | datetime.time):
         raise InputError(f"{origin}: {key} is read as a date, {value}; put it in quotes if it is text")
     if isinstance(default, bool):
@@ -692,9 +695,7 @@ def _env_value(key: str, value: Any, default: Any, origin: str) -> Any:
         raise InputError(f"{origin}: {key} must be text, got {value!r}")
     if not isinstance(default, int | float):
         return value
-    if isinstance(value, dict) and is_range(value) and key.removeprefix("env_params.") not in WRAPPERS:
-        return {end: _env_value(f"{key}.{end}", number, 0.0, origin) for end, number in value.items()}
-    if value == "none" and key.removeprefix("env_params.") in WRAPPERS:
+    if value == "none" and is_wrapper:
         return None  # takes back what a base file sets
     if not _is_number(value):
         raise InputError(f"{origin}: {key} must be a number, got {value!r}")
