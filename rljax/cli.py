@@ -148,8 +148,11 @@ def _version() -> str:
 
 def _parsed(arguments: list[str]) -> tuple[str | None, dict[str, Any]]:
     """``(CONFIG, {KEY: VALUE})`` of ``[CONFIG] [--KEY VALUE ...]``; CONFIG, a TOML file or a run directory, comes first."""
-    from rljax.experiment import parse_overrides
+    from rljax.experiment import InputError, parse_overrides
 
+    for argument in arguments:
+        if owners := [name for name, options in OWN_OPTIONS.items() if argument in options]:
+            raise InputError(f"{argument} is an option of `rljax {owners[0]}` alone")
     config = arguments[0] if arguments and not arguments[0].startswith("-") else None
     return config, parse_overrides(arguments[config is not None :])
 
@@ -159,7 +162,13 @@ def _experiment(config: str | None, overrides: dict[str, Any], command: str = "r
 
     if config is None and "env" not in overrides:
         raise InputError(f"name a config file, as in `rljax {command} experiments/ppo_cartpole.toml` (`rljax list configs`)")
-    return load(config, overrides)
+    experiment = load(config, overrides)
+    if config is not None and Path(config).is_dir() and not overrides and experiment.path.name != Path(config).resolve().name:
+        raise InputError(
+            f"{config} is a run whose config is now called {experiment.hash}, so that another would begin beside it; "
+            f"`rljax {command} {config}/config.toml` begins that"
+        )
+    return experiment
 
 
 def _options(command: str, arguments: list[str]) -> int:
@@ -218,6 +227,8 @@ def _join(overrides: dict[str, Any]) -> None:
 
     given = {name: overrides.pop(name) for name in ("processes", "process", "coordinator") if name in overrides}
     if given:
+        if "processes" not in given:
+            raise InputError(f"--processes N is missing, which goes with --{next(iter(given))}")
         processes, process = given.get("processes"), given.get("process")
         for option, number in (("processes", 0 if processes == "auto" else processes), ("process", process or 0)):
             if type(number) is not int or number < 0 or processes == 0:
@@ -482,12 +493,14 @@ def _reproduce(arguments: argparse.Namespace) -> int:
 
     original = load_run(arguments.run)
     experiment = dataclasses.replace(original, out=arguments.out)
-    if experiment.path.absolute() == Path(arguments.run).absolute():
+    if experiment.path.resolve() == Path(arguments.run).resolve():
         raise InputError("--out: the new run would overwrite the old one; name another directory")
+    before = result(arguments.run, states=())
+    if before.summary["status"] != "finished":
+        raise InputError(f"{arguments.run} is not finished: `rljax run {arguments.run}` goes on")
     with _Progress() as progress:
         again = run(experiment, listener=progress, argv=["rljax", *sys.argv[1:]])
     print(summary_text(again.summary))
-    before = result(arguments.run, states=())
     before_rows, again_rows = ((r.path / "metrics.jsonl").read_bytes() for r in (before, again))
     if before_rows == again_rows:
         print("\nreproduced: metrics.jsonl is the same, byte for byte")

@@ -63,6 +63,7 @@ def executor(folder: Path, cluster: str, parameters: dict[str, Any]) -> Any:
 
     Raises:
       ValueError: submitit is not installed, there is no Slurm, or it does not know a parameter; one line.
+      OSError: the folder cannot be made.
     """
     try:
         import submitit
@@ -70,11 +71,14 @@ def executor(folder: Path, cluster: str, parameters: dict[str, Any]) -> Any:
         raise ValueError("submit needs submitit: pip install 'rljax[slurm]'") from None
     if cluster not in ("slurm", "local"):
         raise ValueError(f"--cluster must be slurm or local, got {cluster!r}")
+    if cluster == "local" and parameters:
+        raise ValueError(f"--slurm.{next(iter(parameters))}: --cluster local takes no parameters of Slurm")
     if cluster == "slurm" and "time" not in parameters:
         raise ValueError("--slurm.time is missing: the minutes that a job may take before it is queued again")
     options = {"timeout_min": 365 * 24 * 60}
     if cluster == "slurm":
         options = {"name": "rljax", **{f"slurm_{key}": value for key, value in parameters.items()}}
+    folder.mkdir(parents=True, exist_ok=True)  # an OSError names the place better than submitit does
     with _one_line(cluster):
         made = submitit.AutoExecutor(folder, cluster=cluster, slurm_max_num_timeout=TIMES)
         made.update_parameters(**options)

@@ -99,6 +99,25 @@ def test_reproduce_is_byte_for_byte(capsys, run_directory, tmp_path):
     assert "byte for byte" in out
 
 
+def test_reproduce_overwrites_nothing_and_needs_a_finished_run(capsys, run_directory, tmp_path):
+    spelled_otherwise = run_directory.parents[1] / "." / ".." / run_directory.parents[1].name
+    status, _, error = call(capsys, "reproduce", run_directory, "--out", spelled_otherwise)
+    assert (status, "would overwrite the old one" in error) == (2, True)
+    unfinished = tmp_path / "a" / run_directory.name
+    shutil.copytree(run_directory, unfinished)
+    info = json.loads((unfinished / "run.json").read_text())
+    (unfinished / "run.json").write_text(json.dumps({**info, "status": "running"}))
+    status, _, error = call(capsys, "reproduce", unfinished, "--out", tmp_path / "b")
+    assert (status, "is not finished: `rljax run" in error) == (2, True)
+
+
+def test_a_directory_that_is_not_called_by_its_hash_is_not_run(capsys, run_directory, tmp_path):
+    shutil.copytree(run_directory, tmp_path / "copy")
+    status, _, error = call(capsys, "run", tmp_path / "copy")
+    assert status == 2
+    assert f"whose config is now called {run_directory.name}" in error
+
+
 def test_a_run_that_cannot_be_reproduced_is_set_beside_the_new_one(capsys, run_directory, tmp_path):
     """Also where a seed had failed, and where too few are left for an interval."""
     original = tmp_path / "original"
@@ -139,6 +158,8 @@ def test_help_of_a_config_lists_every_option(capsys):
         (["run", *FLAGS, "--algo.network", "minatar_cnn"], 'algo.network "minatar_cnn" takes images'),
         (["run", *FLAGS, "--algo.distribution", "gaussian"], "algo.distribution 'gaussian' does not fit the Discrete actions"),
         (["run", *FLAGS, "--env", "Pendulum-v1", "--algo.distribution", "categorical"], "does not fit the Box actions"),
+        (["run", *FLAGS, "--probe"], "--probe is an option of `rljax plan` alone"),
+        (["plan", *FLAGS, "--fresh"], "--fresh is an option of `rljax run` alone"),
         (["eval", "."], "is not a run directory"),
         (["eval", ".", "5"], "unexpected argument '5'"),
         (["report", "nowhere"], "nowhere"),

@@ -111,6 +111,7 @@ def test_programs_are_an_array_on_slurm(capsys, tmp_path, slurm):
     [
         (["--slurm.time", "5", "--slurm.partitoin", "gpu"], "slurm: Unknown argument 'partitoin'"),
         ([], "--slurm.time is missing: the minutes that a job may take"),
+        (["--cluster", "local", "--slurm.time", "5"], "--slurm.time: --cluster local takes no parameters of Slurm"),
         (["--cluster", "kubernetes"], "--cluster must be slurm or local, got 'kubernetes'"),
         (["--algo.clip", "0"], "algo.clip must be > 0"),
     ],

@@ -29,6 +29,7 @@ from rljax.options import is_in_range, range_text, static
 
 SECTIONS = ("model", "algo", "env_params", "sweep")
 SOURCES = ("start_from", "reward_from")  # keys that name an experiment which runs first
+MOST_DRAWS = 10_000
 SWEEP_OPTIONS = {  # of [sweep]; its other keys are what is swept
     "mode": str,
     "draws": int,
@@ -54,7 +55,7 @@ class Experiment:
     """
 
     env: str = static("", "environment, see `rljax list`")
-    total_steps: int = static(0, "environment steps per seed; rounded up to whole chunks of updates", low=1)
+    total_steps: int = static(0, "environment steps per seed; rounded up to whole chunks of updates", low=1, high=10**13)
     seeds: tuple[int, ...] = static((0, 1, 2, 3, 4), "one lane each; five or more to state a spread", low=0, high=2**32 - 1)
     evals: int = static(20, "greedy evaluations during training, the last at its end", low=1)
     eval_episodes: int = static(128, "episodes of each evaluation, per lane", low=1)
@@ -365,7 +366,7 @@ def _resolve(entries: dict[str, tuple[Any, str]], name: str) -> Experiment:
         **{f"model.{k}": v for k, v in typing.get_type_hints(Transformer).items()},
     }
     fields = {**top, **algo}
-    known = [*fields, "algo.name", "base", *SOURCES, *SECTIONS]
+    known = [*fields, "algo.name", *SOURCES]
 
     def convert(key: str, value: Any, origin: str) -> Any:
         value = _convert(key, value, hints[key], origin)
@@ -382,9 +383,16 @@ def _resolve(entries: dict[str, tuple[Any, str]], name: str) -> Experiment:
         swept = key.removeprefix("sweep.")
         if swept != key and swept in algo:
             is_whole = int in (hints[swept], *typing.get_args(hints[swept]))
-            values[key] = tuple(convert(swept, v, origin) for v in draw.values(key, value, origin, is_whole))
+            items = draw.values(key, value, origin, is_whole)
+            for end in draw.ends(value):
+                convert(swept, end, origin)  # so that it does not depend on the draw whether one is out of range
+            values[key] = tuple(convert(swept, v, origin) for v in items)
         elif swept == key and key in fields:
             values[key] = convert(key, value, origin)
+        elif swept in (*top, "algo.name"):
+            raise InputError(f"{origin}: {key}: algo.*, model.* and env_params.* can be swept, not {swept}")
+        elif key in (*SECTIONS, "base"):
+            raise InputError(f"{origin}: {key} is of files; here its keys are given apart, as in --sweep.algo.clip 0.1 0.2")
         else:
             options = [f"sweep.{k}" for k in (*algo, *SWEEP_OPTIONS)] if swept != key else known
             raise InputError(f"{origin}: unknown key {key}{did_you_mean(key, options)}")
@@ -411,6 +419,11 @@ def _resolve(entries: dict[str, tuple[Any, str]], name: str) -> Experiment:
         if param in WRAPPERS and not swept and items[0] is None:
             del values[key]
 
+    run_name, out = values.get("name", name), values.get("out", Experiment.out)
+    if not run_name or "\0" in run_name or run_name in (".", "..") or "/" in run_name:
+        raise InputError(f"name must be that of a directory in `out`, without / in it, got {run_name!r}")
+    if not out or "\0" in out:
+        raise InputError(f"out must be a directory, got {out!r}")
     seeds = values.get("seeds", Experiment.seeds)
     if len(set(seeds)) != len(seeds) or not seeds:
         raise InputError(f"{entries['seeds'][1]}: seeds must hold one or more different numbers, got {list(seeds)}")
@@ -448,6 +461,9 @@ def _resolve(entries: dict[str, tuple[Any, str]], name: str) -> Experiment:
         **draw.settings(dict(sorted(sections["sweep"].items()))),
     )
     experiment = dataclasses.replace(experiment, **{key: _source(key, own, experiment) for key, own in sources.items()})
+    for before, after in itertools.pairwise(experiment.rungs):
+        if before == after > 1:
+            raise InputError(f"sweep.keep: {experiment.sweep_keep:g} of {before} settings drops none; take less")
     if experiment.reward_from is not None and experiment.reward_from.algo_name != "reward_model":
         raise InputError(f"reward_from: {experiment.reward_from.name} is not of algo.name reward_model, which alone can pay")
     return experiment
@@ -487,9 +503,14 @@ class _Draw:
                 f"{options['halving'][1]}: sweep.halving must hold numbers of evaluations, from 1 on and in their order, "
                 f"got {list(made.halving)}"
             )
-        if made.mode == "random" and made.draws < 1:
-            raise InputError(f"{origin}: sweep.draws must be >= 1, the number of settings that are drawn, got {made.draws}")
+        if made.mode == "random" and not 1 <= made.draws <= MOST_DRAWS:
+            raise InputError(f"{origin}: sweep.draws must be from 1 to {MOST_DRAWS:,}, so many settings, got {made.draws:,}")
         return made
+
+    def ends(self, value: Any) -> list[Any]:
+        """Those of a range that is drawn from, as far as it is one; `values` says where it is not."""
+        ends = next(iter(value.values()), None) if self.mode == "random" and isinstance(value, dict) else None
+        return [end for end in ends if _is_number(end)] if isinstance(ends, list | tuple) else []
 
     def values(self, key: str, value: Any, origin: str, is_whole: bool) -> list[Any]:
         """Those of one swept key: as they are listed, or drawn."""
@@ -532,7 +553,7 @@ class _Draw:
                     'sweep.mode = "list" takes the first of each together, then the second'
                 )
         rows = list(zip(*sweep.values(), strict=True))
-        unique = [row for i, row in enumerate(rows) if row not in rows[:i]]
+        unique = list({repr(row): row for row in rows}.values())
         if self.mode == "list" and len(unique) < len(rows):  # its seeds would be counted twice
             twice = next(row for i, row in enumerate(rows) if row in rows[:i])
             text = ", ".join(f"{key} = {value!r}" for key, value in zip(sweep, twice, strict=True))
@@ -667,7 +688,8 @@ def _convert(key: str, value: Any, hint: Any, origin: str) -> Any:
     if (hint is bool and isinstance(value, bool)) or (hint is str and isinstance(value, str)):
         return value
     wanted = {float: "a number", int: "a whole number", bool: "true or false", str: "text"}[hint]
-    raise InputError(f"{origin}: {key} must be {wanted}, got {value!r}")
+    apart = "; several values are given apart, as in 0.1 0.2" if isinstance(value, list) and origin == "override" else ""
+    raise InputError(f"{origin}: {key} must be {wanted}, got {value!r}{apart}")
 
 
 def _check_range(key: str, value: Any, meta: Any, origin: str) -> None:

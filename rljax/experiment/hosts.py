@@ -70,11 +70,14 @@ def join(coordinator: str | None, processes: int | None, process: int | None) ->
         raise InputError(f"--processes {processes}: {missing} is missing")
     if not 0 <= process < processes:
         raise InputError(f"--process must be from 0 to {processes - 1} with --processes {processes}, got {process}")
-    host, _, port = coordinator.rpartition(":")
-    if not host or not port.isdigit():
+    host, _, port = str(coordinator).rpartition(":")
+    if not host or not port.isdigit() or int(port) >= 2**16:
         raise InputError(f"--coordinator must be HOST:PORT, got {coordinator!r}")
     if processes == 1:
         return
+    if process == 0:
+        _check_free(int(port))
+    _die_plainly()
 
     def late() -> None:
         print(f"rljax: {_who_is_missing(host, int(port), processes, process)} after {WAIT} s", file=sys.stderr, flush=True)
@@ -97,8 +100,17 @@ def join(coordinator: str | None, processes: int | None, process: int | None) ->
         raise InputError(f"--coordinator {coordinator}: {str(error).splitlines()[0]}; is the port in use?") from error
     finally:
         timer.cancel()
-    _die_plainly()
     threading.Thread(target=_watch, daemon=True).start()
+
+
+def meet() -> None:
+    """Waits until all processes are here, however long it takes.
+
+    Comes between what they compile and what they then compute together: collectives wait for 30 s alone, and jax keeps what
+    process 0 has compiled but not what the others have.
+    """
+    if joined():
+        _store().wait_at_barrier(f"rljax/{next(_turns)}", FOREVER)
 
 
 def lead(decide: Callable[[], Any]) -> Any:
@@ -175,6 +187,19 @@ def _die_plainly() -> None:
     libc.signal.restype = ctypes.c_void_p
     libc.signal(signal.SIGABRT, handler)
     _keep.append(handler)
+
+
+def _check_free(port: int) -> None:
+    """
+    Raises:
+      InputError: something listens on the port. The server of jax would share it with another of its kind, or crash.
+    """
+    with socket.socket(socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a run that has just ended is not in the way
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            raise InputError(f"--coordinator: cannot listen on port {port}: {error.strerror}; name a free one") from error
 
 
 def _cluster() -> tuple[str, int, int, Any]:

@@ -182,7 +182,7 @@ def summarize(run: Run | str | Path) -> dict[str, Any]:
         "settings": settings,
         "best": max(scored, key=lambda setting: setting["iqm"])["label"] if scored and len(settings) > 1 else None,
         "warnings": info.get("warnings"),
-        "spread": _spread(min((len(setting["seeds"]) for setting in settings), default=0)),
+        "spread": _spread(min((len(setting["seeds"]) for setting in settings if setting["dropped"] is None), default=0)),
         **{key: info.get(key) for key in kept},
     }
 
@@ -260,7 +260,8 @@ def _facts(summary: dict) -> list[tuple[str, str]]:
         facts.append(("best", text))
     if out := [setting for setting in settings if setting["dropped"] is not None]:
         steps = ", ".join(map(_count, sorted({setting["dropped"] for setting in out})))
-        facts.append(("dropped", f"{len(out)} settings, at steps {steps}, and scored there; not to be set beside the others"))
+        text = f"{len(out)} setting{'s' * (len(out) > 1)}, at step{'s' * (',' in steps[1:] and ', ' in steps)} {steps}"
+        facts.append(("dropped", f"{text}, and scored there; not to be set beside the others"))
     facts += [("note", summary["note"])] if summary["note"] else []
     facts.append(("random", random_line(summary["random"], settings)))
     facts += _normalized(summary["data"] or {}, settings)

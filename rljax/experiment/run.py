@@ -306,6 +306,7 @@ def _train(
         say({"event": "note", "text": f"{at_once} lanes at once do not fit into a device's memory: {program.at_once} at once do"})
     chunk_program = halving.of_all(compiled)
     evaluate_program = halving.of_all(program.evaluate.lower(*program.example(), program.data).compile())
+    hosts.meet()
     if restored is None:
         done, states = 0, _begin(program, pretrained if params is None else params, program.data)
     else:
@@ -336,7 +337,8 @@ def _train(
         **earlier,
     }
     _write_json(path / "run.json", info)
-    metrics = _Metrics(path / "metrics.jsonl", experiment.lanes(), last_step=program.steps_at(done) if restored else -1)
+    steps = [program.steps_at(chunk) for chunk in range(done + 1)] if restored else []
+    metrics = _Metrics(path / "metrics.jsonl", experiment.lanes(), steps, experiment.lanes_a_call)
     halving.drop(metrics.rows)
     say({"event": "start", "path": path, "experiment": experiment, "program": program, "resumed_at": program.steps_at(done)})
     if steps_done != steps_asked:
@@ -364,6 +366,7 @@ def _train(
     per_lane = program.updates_per_chunk * program.env_steps
     train_seconds, saved_at = earlier.get("train_seconds", 0.0), clock()
 
+    hosts.meet()
     transcribe = program.transcriber(TRANSCRIPTS, greedy=False)
 
     def keep_transcripts() -> None:
@@ -602,7 +605,10 @@ def _random_baseline(experiment: Experiment) -> dict[str, Any]:
 def result(path: str | Path, states: Any = None) -> Result:
     """The `Result` of a finished run directory; reads the states from its last checkpoint where they are not given."""
     experiment, path = load_run(path), Path(path)
-    run_data = report.read_run(path)
+    try:
+        run_data = report.read_run(path)
+    except (ValueError, FileNotFoundError) as error:
+        raise InputError(f"{error}; --fresh starts over") from error
     rows = [row for row in run_data.rows if "eval/return" in row]
     steps = sorted({row["step"] for row in rows})
     lanes = experiment.lanes()
@@ -873,24 +879,35 @@ class _Metrics:
     Of several processes the first alone writes them.
     """
 
-    def __init__(self, path: Path, lanes: list[dict[str, Any]], last_step: int):
+    def __init__(self, path: Path, lanes: list[dict[str, Any]], steps: list[int], fewest: int):
+        """
+        Args:
+          steps: those up to the checkpoint, each of which has a row of ``fewest`` lanes or more; none where the run begins.
+
+        Raises:
+          InputError: rows of one of them are not there. They were on the disk before the checkpoint, so the file was damaged.
+        """
         self._lanes = lanes
         self.failed: list[dict[str, Any]] = []
         self.rows: list[dict[str, Any]] = []
-        kept = []
-        if path.exists():
-            for line in path.read_text().splitlines():
-                try:
-                    row = json.loads(line)
-                except json.JSONDecodeError:
-                    break  # half a line, from a kill while writing
-                if row["step"] <= last_step:
-                    kept.append(line)
-                    self.rows.append(row)
-                    self._note_failure(row)
+        kept, counts, damaged = [], dict.fromkeys(steps, 0), ""
+        for number, line in enumerate(path.read_bytes().splitlines() if path.exists() else [], 1):
+            try:
+                row = json.loads(line)
+                step = row["step"], row["lane"], row["seed"]
+            except (ValueError, TypeError, KeyError):
+                damaged = damaged or f" (line {number} cannot be read)"  # or was cut short by a kill, past the checkpoint
+                continue
+            if step[0] in counts:
+                kept.append(line)
+                counts[step[0]] += 1
+                self.rows.append(row)
+                self._note_failure(row)
+        if missing := [step for step, count in counts.items() if count < fewest]:
+            raise InputError(f"{path}: rows of step {missing[0]:,} are missing{damaged}; --fresh starts over")
         if hosts.leads():
             temporary = path.with_suffix(".tmp")
-            temporary.write_text("".join(line + "\n" for line in kept))
+            temporary.write_bytes(b"".join(line + b"\n" for line in kept))
             os.replace(temporary, path)
         self._file = (path if hosts.leads() else Path(os.devnull)).open("a")
 
@@ -1027,8 +1044,11 @@ def _now() -> str:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+        data = json.loads(path.read_bytes())
+        if not isinstance(data, dict):
+            raise ValueError("it is no table")
+        return data
+    except ValueError as error:
         raise InputError(f"{path} cannot be read: {error}; --fresh starts over") from error
 
 

@@ -159,7 +159,8 @@ def test_a_missing_process_is_a_line():
         ("--processes 2 --coordinator host:1", "--processes 2: --process I is missing"),
         ("--processes 2 --coordinator host:1 --process 2", "--process must be from 0 to 1 with --processes 2, got 2"),
         ("--processes 2 --coordinator host --process 0", "--coordinator must be HOST:PORT, got 'host'"),
-        ("--coordinator host:1 --process 0", "--processes must be a number or auto, got None"),
+        ("--coordinator host:1 --process 0", "--processes N is missing, which goes with --process"),
+        ("--processes 2 --coordinator 3 --process 0", "--coordinator must be HOST:PORT, got 3"),
         ("--processes 0 --coordinator host:1 --process 0", "--processes must be a number or auto, got 0"),
         ("--processes 2 --coordinator host:1 --process one", "--process must be a number, got 'one'"),
         ("--processes auto --process 0", "--processes auto: leave out --coordinator and --process"),
@@ -171,6 +172,17 @@ def test_wrong_flags_are_refused_in_one_line(capsys, flags, message):
     assert main(["run", "--env", "CartPole-v1", *flags.split()]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+def test_a_port_in_use_is_refused(capsys):
+    """jax's server would crash, or end the run that has the port."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        flags = f"--processes 2 --process 0 --coordinator 127.0.0.1:{port}"
+        assert main(["run", "--env", "CartPole-v1", *flags.split()]) == 2
+    assert f"--coordinator: cannot listen on port {port}: Address already in use" in capsys.readouterr().err
 
 
 def test_a_cluster_says_who_is_there(monkeypatch):

@@ -269,6 +269,38 @@ def test_rows_past_the_checkpoint_are_dropped(tmp_path, finished):
     assert (resumed.path / "metrics.jsonl").read_bytes() == (finished.path / "metrics.jsonl").read_bytes()
 
 
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda lines: [*lines[:3], "3", *lines[4:]], "are missing (line 4 cannot be read)"),
+        (lambda lines: [*lines[:-1], lines[-1][:20]], "are missing"),
+        (lambda lines: [], "rows of step 0 are missing"),
+        (lambda lines: [*lines[:2], lines[2].replace('"step"', '"stop"'), *lines[3:]], "(line 3 cannot be read)"),
+    ],
+    ids=["middle", "end", "all", "key"],
+)
+def test_rows_up_to_the_checkpoint_that_are_not_there_are_named(tmp_path, damage, message):
+    """Going on would lose them without a word, and with them the score."""
+    e = interrupted(tmp_path, 4)
+    file = e.path / "metrics.jsonl"
+    damaged = "\n".join(damage(file.read_text().splitlines())) + "\n"
+    file.write_text(damaged)
+    with pytest.raises(InputError, match=r"--fresh starts over") as error:
+        run(e)
+    assert message in str(error.value)
+    assert file.read_text() == damaged
+
+
+@pytest.mark.parametrize(("file", "text"), [("run.json", "[]"), ("run.json", '{"status": "finished"}'), ("metrics.jsonl", None)])
+def test_damaged_files_of_a_finished_run_are_a_line(tmp_path, finished, file, text):
+    copy = tmp_path / "runs" / finished.path.name
+    shutil.copytree(finished.path, copy)
+    (copy / file).unlink() if text is None else (copy / file).write_text(text)
+    with pytest.raises(InputError, match=r"--fresh starts over") as error:
+        resume(copy)
+    assert file in str(error.value)
+
+
 def test_an_unreadable_checkpoint_falls_back_to_the_one_before_and_says_so(tmp_path, finished):
     e = interrupted(tmp_path, 4)
     newest = max((e.path / "checkpoints").iterdir(), key=lambda p: int(p.name))
