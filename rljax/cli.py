@@ -18,7 +18,7 @@ COMMANDS = {
     "record": "play the last policy of a run and write a data set for offline agents",
     "replay": "play the episodes of a trace again, token for token, and say where they differ",
     "fetch": "download a pretrained model: smollm2",
-    "export": "write the language model of one lane as a Hugging Face directory",
+    "export": "write the policy of one lane for use without rljax: a folder that jax alone loads, or a Hugging Face directory",
     "report": "write report.html of one run, or of several side by side",
     "compare": "which of the algorithms and settings of finished runs scores higher, and how sure that is",
     "reproduce": "run the config of a run again in another directory and compare the results",
@@ -121,8 +121,8 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--expert", metavar="RUN", help="a run whose return is 100 on the scale of normalised scores")
             command.add_argument("--seed", type=int, default=0, help="of the episodes; default: 0")
         if name == "export":
-            command.add_argument("target", help="the directory to write")
-            command.add_argument("--lane", type=int, default=0, help="default: 0")
+            command.add_argument("target", help="the directory to write; nothing that is there is written over")
+            command.add_argument("--lane", type=int, default=0, help="whose policy; default: 0")
         if name == "replay":
             command.add_argument("trace", help="a file of the run's samples/, or that eval --trace wrote")
         if name == "fetch":
@@ -433,9 +433,14 @@ def _record(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    from rljax.experiment import export
+    import json
 
-    print(export(arguments.run, arguments.lane, arguments.target))
+    from rljax.experiment import artifact, export
+
+    folder = export(arguments.run, arguments.lane, arguments.target)
+    print(folder)
+    if (about := folder / "policy.json").exists():  # else a language model
+        print(artifact.latency_text(json.loads(about.read_text(encoding="utf-8"))))
     return 0
 
 

@@ -549,7 +549,7 @@ def _provenance(run: Run, summary: dict) -> str:
     return page.terms([*_costs(summary), *pairs])
 
 
-def _citation(info: dict) -> str:
+def citation(info: dict) -> str:
     note = re.sub(r"([&%$#_{}])", r"\\\1", f"{_title(info)}, run {_run_id(info)}, commit {info.get('commit')}")
     version = (info.get("versions") or {}).get("rljax")
     fields = {"author": "{The rljax developers}", "title": "{" + CITATION_TITLE + "}", "year": "2026"}
@@ -576,7 +576,7 @@ def _section(run: Run, summary: dict, heading: str) -> str:
         "Samples": _samples(run),
         "Provenance": _provenance(run, summary),
         "Config": f"<pre>{escape(run.config)}</pre>",
-        "Citation": f"<pre>{escape(_citation(run.info))}</pre>",
+        "Citation": f"<pre>{escape(citation(run.info))}</pre>",
     }
     head = f'<{heading} id="{escape(_run_id(summary))}">{escape(title)}</{heading}>'
     head += f"<p class=id>{escape(_run_id(summary))}, {escape(str(summary['status']))}</p>{_headline(summary)}{curve}"

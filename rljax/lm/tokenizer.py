@@ -193,9 +193,20 @@ class CharTokenizer:
 
     @property
     def files(self) -> dict[str, str]:
-        """Only the ids that end a generation."""
+        """A token for each character; a text with a character that is not in the alphabet is refused there too."""
+        end = "<eos>"
+        inner = tokenizers.Tokenizer(models.WordLevel({**self._ids, end: self.pad_id}, unk_token=""))
+        inner.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
+        inner.decoder = decoders.Fuse()
+        inner.add_special_tokens([end])
         ids = {"bos_token_id": None, "eos_token_id": self.eos_ids[0], "pad_token_id": self.pad_id}
-        return {"generation_config.json": json.dumps(ids) + "\n"}
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "pad_token": end}
+        config |= {"clean_up_tokenization_spaces": False}
+        return {
+            "tokenizer.json": inner.to_str(pretty=True) + "\n",
+            "tokenizer_config.json": json.dumps(config, indent=2) + "\n",
+            "generation_config.json": json.dumps(ids) + "\n",
+        }
 
     @property
     def vocab_size(self) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.export
 import jax.numpy as jnp
 from jax import Array
 
@@ -54,9 +55,19 @@ def _product(x: Array, kernel: Array, dimensions: Any, **options: Any) -> Array:
 
     A call of a matrix product costs a fixed time, which is most of the time of a rollout of few environments.
     """
-    if x.ndim == 2 and x.shape[0] * kernel.size <= SMALL_PRODUCT:
+    if x.ndim != 2:
+        return jax.lax.dot_general(x, kernel, dimensions, **options)
+
+    def fused(x: Array, kernel: Array) -> Array:
         return jnp.sum(x[:, :, None] * kernel, axis=1)
-    return jax.lax.dot_general(x, kernel, dimensions, **options)
+
+    def called(x: Array, kernel: Array) -> Array:
+        return jax.lax.dot_general(x, kernel, dimensions, **options)
+
+    size: Any = x.shape[0] * kernel.size
+    if jax.export.is_symbolic_dim(size):  # an exported policy; compiled for a batch, it has one of the two
+        return jax.lax.cond(jnp.asarray(size) <= SMALL_PRODUCT, fused, called, x, kernel)
+    return (fused if size <= SMALL_PRODUCT else called)(x, kernel)
 
 
 def dense(features: int, scale: float = math.sqrt(2.0)) -> nn.Dense:

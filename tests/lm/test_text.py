@@ -159,6 +159,8 @@ def test_adapters_leave_the_shared_base_alone(pretrained, tmp_path):
     assert set(state.params) == {"layers"}  # no copy of the base in any lane
     assert {leaf for layer in state.params["layers"][0].values() for leaf in layer} == {"lora_a", "lora_b"}
     target = export(result.path, 0, tmp_path / "exported")
+    assert f"began with the weights of `{path}`, by adapters of rank 2 that are merged here" in (target / "README.md").read_text()
+    assert (target / "tokenizer.json").is_file()
     exported = weights.load(target)[1]
     np.testing.assert_array_equal(exported["embed"], params["embed"])
     model = Transformer(**weights.sizes(target))

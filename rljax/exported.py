@@ -1,0 +1,170 @@
+"""Loads a policy that `rljax export` has written and acts with it; needs jax, numpy and flatbuffers alone.
+
+Every exported policy has a copy of this file beside it, as ``policy.py``::
+
+    from policy import load
+
+    policy = load("folder")
+    action, carry = policy(observation)  # the first of an episode
+    action, carry = policy(observation, carry)
+    action, carry = policy(observation, carry, key=jax.random.key(0), greedy=False)
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.export
+import numpy as np
+from jax import Array
+
+FORMAT = 1  # of a folder; one that has a higher number needs a newer loader
+PROGRAMS = {True: "greedy.jaxexport", False: "sampled.jaxexport"}
+PARAMETERS = "parameters.npz"
+
+
+class Policy:
+    """A policy for batches of any size; `load` makes one.
+
+    Attributes:
+      about: what ``policy.json`` says: ``env``, ``agent``, ``observation_space``, ``action_space``, and shapes without the batch
+        and dtypes of ``inputs``, ``carry`` and ``action``.
+    """
+
+    def __init__(self, about: dict[str, Any], parameters: dict[str, Any], first_carry: list[Any], programs: dict[bool, Any]):
+        self.about = about
+        self._parameters = jax.device_put(parameters)
+        self._first_carry = first_carry
+        self._programs = {greedy: jax.jit(program.call) for greedy, program in programs.items()}
+
+    def start(self, batch: int) -> tuple[Any, ...]:
+        """The carry with which episodes begin, each array ``[batch, ...]``; empty where the policy has no memory."""
+        return tuple(np.broadcast_to(row, (batch, *row.shape[1:])) for row in self._first_carry)
+
+    def __call__(
+        self,
+        observation: Any,
+        carry: Any = None,
+        *,
+        key: Any = None,
+        greedy: bool = True,
+        mask: Any = None,
+        reward: Any = None,
+        first: Any = None,
+    ) -> tuple[Array, tuple[Any, ...]]:
+        """One action for each observation of a batch ``[B, ...]``.
+
+        Args:
+          observation: as the environment gives it; the policy normalises it where it was trained so.
+          carry: what the last call returned; none: all B episodes begin.
+          key: of the draws, as ``jax.random.key(0)``; needed where not greedy.
+          greedy: the likeliest action; else one that is drawn as in training.
+          mask: bool ``[B, A]``, the legal actions; needed where the environment has masks.
+          reward: float32 ``[B]`` of the step before, 0 at the first; needed by a policy that is conditioned on returns.
+          first: bool ``[B]``, whose observation begins a new episode, of a policy with a memory; none: nobody's.
+
+        Returns:
+          ``(actions [B, ...], carry)``; the carry is empty where the policy has no memory.
+
+        Raises:
+          ValueError: an input of another shape or dtype than the policy's, one that is missing or one too many.
+        """
+        inputs = self.about["inputs"]
+        observation = _array(observation)
+        batch = observation.shape[0] if observation.ndim else 0
+        given = {"observation": observation, "mask": mask, "reward": reward, "first": first}
+        if carry is None:
+            carry = self.start(batch)
+            given["reward"] = np.zeros(batch, np.float32) if reward is None and "reward" in inputs else reward
+        if first is None and "first" in inputs:
+            given["first"] = np.zeros(batch, bool)
+        given = {name: _checked(name, value, inputs.get(name), batch) for name, value in given.items()}
+        memory = self.about["carry"]
+        if not isinstance(carry, tuple | list) or len(carry) != len(memory):
+            raise ValueError(f"carry must be what the call before returned, {len(memory)} arrays, got {_said(carry)}")
+        carry = [_checked(f"carry[{i}]", *pair, batch) for i, pair in enumerate(zip(carry, memory, strict=True))]
+        if key is None and not greedy:
+            raise ValueError("key is missing: actions that are drawn need one, as jax.random.key(0)")
+        inputs = {name: value for name, value in given.items() if value is not None}
+        action, carry = self._programs[bool(greedy)](self._parameters, inputs, carry, _bits(key))
+        return action, tuple(carry)
+
+
+def load(folder: str | Path) -> Policy:
+    """The policy that lies in a folder.
+
+    Raises:
+      ValueError: there is none, a file is missing or is not the one that was written, or a newer rljax has written it.
+    """
+    folder = Path(folder)
+    try:
+        about = json.loads((folder / "policy.json").read_text(encoding="utf-8"))
+        version, digests, written_by = about["format"], about["sha256"], about["jax"]
+        arrays_of, memory, _ = about["parameters"], about["carry"], about["inputs"]
+    except OSError as error:
+        raise ValueError(f"{folder} holds no exported policy: policy.json cannot be read ({error.strerror})") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{folder}: policy.json is damaged; export the policy again") from error
+    if version != FORMAT:
+        raise ValueError(f"{folder} has format {version}, and this loader reads {FORMAT}: use the policy.py of that folder")
+    for name in (PARAMETERS, *PROGRAMS.values()):
+        try:
+            digest = hashlib.sha256((folder / name).read_bytes()).hexdigest()
+        except OSError as error:
+            raise ValueError(f"{folder}: {name} cannot be read ({error.strerror}); export the policy again") from error
+        if digest != digests.get(name):
+            raise ValueError(f"{folder}: {name} is damaged: its SHA-256 is not that of policy.json; export the policy again")
+    with np.load(folder / PARAMETERS, allow_pickle=False) as arrays:
+        # bfloat16 comes back from a file as two bytes without a type.
+        found = {name: arrays[name].view(np.dtype(dtype)) for name, dtype in arrays_of.items()}
+    first_carry = [found.pop(f"carry/{i}") for i in range(len(memory))]
+    try:
+        programs = {greedy: jax.export.deserialize(bytearray((folder / name).read_bytes())) for greedy, name in PROGRAMS.items()}
+    except ModuleNotFoundError as error:
+        raise ValueError(f"jax.export needs a package that is not here: pip install {error.name}") from error
+    except Exception as error:  # what jax says of an old or a new program depends on its version
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"{folder} was written with jax {written_by}, and jax {jax.__version__} cannot read it: {reason}"
+        ) from error
+    return Policy(about, found, first_carry, programs)
+
+
+def _array(value: Any) -> Any:
+    return value if hasattr(value, "dtype") and hasattr(value, "shape") else np.asarray(value)
+
+
+def _bits(key: Any) -> Any:
+    """The two words of a key; of none, zeros, on which no greedy action depends."""
+    if key is None:
+        return np.zeros(2, np.uint32)
+    key = _array(key)
+    bits = jax.random.key_data(key) if jax.numpy.issubdtype(key.dtype, jax.dtypes.prng_key) else key
+    if bits.shape != (2,) or bits.dtype != np.uint32:
+        raise ValueError(f"key must be one threefry key, as jax.random.key(0), got {_said(key)}")
+    return bits
+
+
+def _checked(name: str, value: Any, spec: dict[str, Any] | None, batch: int) -> Any:
+    """``value`` as an array, or None where there is to be none and is none."""
+    if spec is None:
+        if value is not None:
+            raise ValueError(f"{name} must be left out: this policy takes none, got {_said(value)}")
+        return None
+    wanted = f"{spec['dtype']} [{', '.join(map(str, ['batch' if name == 'observation' else batch, *spec['shape']]))}]"
+    if value is None:
+        raise ValueError(f"{name} is missing: this policy takes {wanted}")
+    value = _array(value)
+    if value.shape != (batch, *spec["shape"]) or value.dtype != spec["dtype"] or not batch:
+        raise ValueError(f"{name} must be {wanted}, got {_said(value)}")
+    return value
+
+
+def _said(value: Any) -> str:
+    """Dtype and shape of an array, or what it is instead."""
+    if isinstance(value, tuple | list):
+        return f"{len(value)} arrays"
+    value = _array(value)
+    return f"{value.dtype} {list(value.shape)}"
