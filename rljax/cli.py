@@ -28,6 +28,7 @@ COMMANDS = {
 OWN_OPTIONS = {  # of the commands that take those of a config too
     "run": {
         "--fresh": "start over, deleting what the run directory holds",
+        "--log SINK ...": "send the metrics there too: tensorboard, wandb, trackio",
         "--processes N": "that share the run, each started with this command; auto: those of a TPU pod, Slurm or Open MPI job",
         "--process I": "which of them this is, from 0",
         "--coordinator HOST:PORT": "where process 0 listens and the others find it",
@@ -191,9 +192,10 @@ def _run(arguments: argparse.Namespace) -> int:
 
     config, overrides = _parsed(rest)
     _join(overrides)
+    log = overrides.pop("log", ())
     experiment = _experiment(config, overrides)
     programs, members = experiment.programs(), []
-    options = {"fresh": "--fresh" in arguments.arguments, "argv": ["rljax", *sys.argv[1:]]}
+    options = {"fresh": "--fresh" in arguments.arguments, "argv": ["rljax", *sys.argv[1:]], "log": log}
     with _Terminated() as terminated:
         for i, program in enumerate(programs):
             if not hosts.leads():

@@ -9,12 +9,13 @@ import json
 import math
 import os
 import platform
+import secrets
 import shlex
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from rljax.agents import Agent, make_agent
 from rljax.agents.base import agent_module, whole
 from rljax.envs import Box, Discrete, make_env, space_text
 from rljax.envs.wrappers import as_evaluated
-from rljax.experiment import data, health, hosts, report, traces
+from rljax.experiment import data, health, hosts, report, sinks, traces
 from rljax.experiment.checkpoint import Checkpoints, SaveError
 from rljax.experiment.config import Experiment, InputError, elsewhere, file_digest, load
 from rljax.experiment.evaluation import Evaluation
@@ -77,6 +78,7 @@ def run(
     listener: Listener | None = None,
     argv: list[str] | None = None,
     stop: Callable[[], bool] = lambda: False,
+    log: str | Sequence[str] = (),
 ) -> Result:
     """Trains every lane of an experiment, in its run directory; resumes what is there.
 
@@ -86,6 +88,8 @@ def run(
       listener: called with a dict at each event: ``start``, ``chunk``, ``evaluation``, ``note`` and ``end``.
       argv: recorded in ``run.json``.
       stop: asked after each chunk; where it is true, the run saves and stops. Of several processes the first is asked.
+      log: where its metrics go besides, names of `rljax.experiment.sinks.SINKS`. A run that has finished is sent there too. What
+        runs first is logged likewise.
 
     Raises:
       Stopped: ``stop`` was true before the end; the same run goes on from there.
@@ -94,6 +98,8 @@ def run(
     """
     say = listener or (lambda event: None)
     path = experiment.path
+    log = log if isinstance(log, list | tuple) else [str(log)]
+    hosts.lead(lambda: sinks.check(log))
 
     def found() -> dict[str, Any]:
         """What ``run.json`` says, from when the directory is held."""
@@ -110,8 +116,13 @@ def run(
         if hosts.lead(lambda: str(path)) != str(path):
             raise InputError(f"process {hosts.me()} has another config than process 0, or another --out")
         info = hosts.lead(found)
+        logs = held.enter_context(
+            sinks.Sinks(experiment, log if hosts.leads() else (), lambda text: say({"event": "note", "text": text}))
+        )
         if info.get("status") == "finished":
             say({"event": "note", "text": f"finished already: {path} (--fresh starts over)"})
+            if log:
+                logs.begin(info.get("id", "0"), report.read_run(path).rows)
             return result(path)
 
         def start() -> Any:
@@ -122,7 +133,7 @@ def run(
             program = build(source)
             _check_params(experiment, jax.eval_shape(program.init, program.lanes, None).params)
             say({"event": "note", "text": f"first {source.name}, which this starts from"})
-            states = _trained("start_from", run(source, listener=listener, argv=argv, stop=stop))
+            states = _trained("start_from", run(source, listener=listener, argv=argv, stop=stop, log=log))
             return _check_params(experiment, _params_of(states, source, experiment))
 
         def pay() -> Any:
@@ -131,11 +142,11 @@ def run(
             if source is None:
                 return None
             say({"event": "note", "text": f"first {source.name}, which pays"})
-            trained = _trained("reward_from", run(source, listener=listener, argv=argv, stop=stop))
+            trained = _trained("reward_from", run(source, listener=listener, argv=argv, stop=stop, log=log))
             return _params_of(trained, source, experiment)
 
         try:
-            return _train(experiment, path, info, say, argv or sys.argv, start, pay, stop)
+            return _train(experiment, path, info, say, argv or sys.argv, start, pay, stop, logs)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise SaveError(f"cannot write to {path}: {error.strerror}; its last checkpoint stays valid") from error
@@ -277,6 +288,7 @@ def _train(
     start: Callable[[], Any],
     pay: Callable[[], Any],
     stop: Callable[[], bool],
+    logs: sinks.Sinks,
 ) -> Result:
     clock = time.perf_counter
     began = clock()
@@ -321,6 +333,7 @@ def _train(
     steps_asked, steps_done = experiment.total_steps, program.steps_at(program.num_chunks)
     earlier = {key: info.get(key, 0.0) for key in ("wall_seconds", "compile_seconds", "train_seconds")} if done else {}
     info = {
+        "id": info.get("id") or secrets.token_hex(4),
         **provenance(experiment, argv),
         "started": info.get("started", _now()) if done else _now(),
         "status": "running",
@@ -336,9 +349,11 @@ def _train(
         **earlier,
     }
     _write_json(path / "run.json", info)
-    metrics = _Metrics(path / "metrics.jsonl", experiment.lanes(), last_step=program.steps_at(done) if restored else -1)
+    last_step = program.steps_at(done) if restored else -1
+    metrics = _Metrics(path / "metrics.jsonl", experiment.lanes(), last_step, logs)
     halving.drop(metrics.rows)
     say({"event": "start", "path": path, "experiment": experiment, "program": program, "resumed_at": program.steps_at(done)})
+    logs.begin(info["id"], metrics.rows)
     if steps_done != steps_asked:
         text = f"total_steps {steps_asked:,} is rounded up to {steps_done:,}: {program.env_steps:,} per update, "
         say({"event": "note", "text": text + f"updates in chunks of {program.updates_per_chunk}"})
@@ -868,13 +883,14 @@ def is_finished(experiment: Experiment) -> bool:
 
 
 class _Metrics:
-    """Appends rows to ``metrics.jsonl``; on resume first drops the rows past the checkpoint. ``rows`` are those of the file.
+    """Appends rows to ``metrics.jsonl`` and to sinks; on resume first drops the rows past the checkpoint. ``rows`` are those of
+    the file.
 
     Of several processes the first alone writes them.
     """
 
-    def __init__(self, path: Path, lanes: list[dict[str, Any]], last_step: int):
-        self._lanes = lanes
+    def __init__(self, path: Path, lanes: list[dict[str, Any]], last_step: int, logs: sinks.Sinks):
+        self._lanes, self._logs = lanes, logs
         self.failed: list[dict[str, Any]] = []
         self.rows: list[dict[str, Any]] = []
         kept = []
@@ -903,7 +919,7 @@ class _Metrics:
         left: list[int],
     ) -> list[dict[str, Any]]:
         """One row for each of the lanes ``left``; returns those that failed in this chunk."""
-        new_failures = []
+        new_failures, before = [], len(self.rows)
         for i, lane in ((i, self._lanes[i]) for i in left):
             row: dict[str, Any] = {"step": step, **lane}
             if totals is not None and finite is not None:
@@ -926,6 +942,7 @@ class _Metrics:
             self.rows.append({key: _json_number(value) for key, value in row.items()})
             self._file.write(json.dumps(self.rows[-1]) + "\n")
         self._file.flush()
+        self._logs.write(self.rows[before:])
         return new_failures
 
     def flush(self) -> None:
