@@ -24,6 +24,7 @@ import jax
 import numpy as np
 from jax import Array
 
+from rljax import extensions
 from rljax.agents import Agent, make_agent
 from rljax.agents.base import agent_module, whole
 from rljax.envs import Box, Discrete, make_env, space_text
@@ -978,11 +979,26 @@ def _json_number(value: Any) -> Any:
     return value
 
 
+def _extensions(experiment: Experiment) -> list[str]:
+    """Packages that provide the agent, the environment and the graders of an experiment, by entry points."""
+
+    def types(value: Any) -> list[str]:
+        """Of the graders in parameters of an environment: tables that have a type, in tables and lists."""
+        if isinstance(value, dict):
+            return [*([value["type"]] if isinstance(value.get("type"), str) else []), *types(list(value.values()))]
+        return [kind for item in value for kind in types(item)] if isinstance(value, list | tuple) else []
+
+    used = [("agent", experiment.algo_name), ("environment", experiment.env)]
+    used += [("grader", kind) for kind in types(experiment.env_params)]
+    found = [entry for kind, name in used for entry in extensions.entries(kind).get(name, [])]
+    return [entry.dist.name for entry in found if entry.dist is not None]
+
+
 def provenance(experiment: Experiment, argv: list[str]) -> dict[str, Any]:
     """What a reader needs to get the same numbers again."""
     packages = ("rljax", "jax", "jaxlib", "flax", "optax", "gymnax", "brax", "orbax-checkpoint", "numpy")
     versions = {"python": platform.python_version()}
-    for package in packages:
+    for package in (*packages, *_extensions(experiment)):
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
     commit, dirty = _commit()
