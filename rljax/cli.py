@@ -37,6 +37,7 @@ OWN_OPTIONS = {  # of the commands that take those of a config too
     "submit": {
         "--slurm.KEY VALUE": "a parameter of submitit, as in --slurm.partition gpu --slurm.time 240 --slurm.gpus_per_node 1",
         "--cluster local": "start the jobs as processes of this machine",
+        "--log SINK ...": "send the metrics there too, as run does",
     },
     "redteam": {
         "--prompts N": "that every answer is played on; default: 64",
@@ -269,9 +270,10 @@ def _submit(arguments: argparse.Namespace) -> int:
     if len(rest) < len(arguments.arguments):
         return _options("submit", rest)
     from rljax import jobs
-    from rljax.experiment import InputError, is_finished
+    from rljax.experiment import InputError, is_finished, sinks
 
     config, overrides = _parsed(rest)
+    log = sinks.check(overrides.pop("log", ()))
     cluster = overrides.pop("cluster", "slurm")
     parameters = {key[6:]: overrides.pop(key) for key in list(overrides) if key.startswith("slurm.")}
     experiment = _experiment(config, overrides, "submit")
@@ -285,7 +287,7 @@ def _submit(arguments: argparse.Namespace) -> int:
             program.path.mkdir(parents=True, exist_ok=True)
             (program.path / "config.toml").write_text(program.to_toml())
             paths.append(program.path.absolute())
-        queued = jobs.submit(executor, paths) if paths else []
+        queued = jobs.submit(executor, paths, log) if paths else []
     except OSError as error:
         raise InputError(f"out: cannot write to {experiment.out}: {error.strerror}") from error
     except ValueError as error:

@@ -143,6 +143,7 @@ class Page:
         trains = words[1] in ("run", "plan") and "--help" not in words
         if trains and (words[1] == "plan" or self.has_trained):
             overrides = experiment.parse_overrides(words[3:])
+            overrides.pop("log", None)
             for program in experiment.load(words[2], overrides).programs():
                 build(program)
             return

@@ -93,6 +93,12 @@ with make_grader({"type": "palindrome", "ignore_case": False, "workers": 1}) as 
     assert len(info["lanes"]) == 4
 
 
+@pytest.mark.parametrize("file", ["pyproject.toml", "rljax_example/ladder.py", "rljax_example/graders.py"])
+def test_the_page_on_extending_shows_the_example_as_it_is(file):
+    page = (EXAMPLE.parent.parent / "docs" / "extending.md").read_text()
+    assert f'title="{file}"\n{(EXAMPLE / file).read_text()}```\n' in page
+
+
 @pytest.mark.slow
 def test_the_agent_of_the_example_solves_cartpole(site, tmp_path):
     code = """

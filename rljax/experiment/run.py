@@ -99,8 +99,7 @@ def run(
     """
     say = listener or (lambda event: None)
     path = experiment.path
-    log = log if isinstance(log, list | tuple) else [str(log)]
-    hosts.lead(lambda: sinks.check(log))
+    log = hosts.lead(lambda: sinks.check(log))
 
     def found() -> dict[str, Any]:
         """What ``run.json`` says, from when the directory is held."""

@@ -73,21 +73,20 @@ class TensorBoard:
 
     def __init__(self, lane: Lane):
         from tensorboardX.event_file_writer import EventsWriter
-        from tensorboardX.proto import event_pb2
         from tensorboardX.summary import scalar, text
 
-        self._event, self._scalar, self._text = event_pb2.Event, scalar, text
+        proto = importlib.import_module("tensorboardX.proto.event_pb2")
+        self._event, self._scalar, self._text = proto.Event, scalar, text
         folder = lane.path / "tensorboard" / lane.name.replace(", ", ",").replace("/", "_")
         folder.mkdir(parents=True, exist_ok=True)
-        written = max((step for file in folder.glob("*tfevents*") for step in _steps(file, event_pb2.Event)), default=-1)
+        written = max((step for file in folder.glob("*tfevents*") for step in _steps(file, proto.Event)), default=-1)
         # Of the last step that is there a kill may have left some metrics out, so it is written anew.
         self.held = min(written - 1, lane.last) if written >= 0 else -1
         self.where = f"tensorboard --logdir {lane.path / 'tensorboard'}"
         # Written by hand: the thread of SummaryWriter dies of a full disk, and whoever logs then waits for ever.
         self._writer = EventsWriter(str(folder / "events"), f".{time.time_ns()}")  # two files of a second need two names
         if written >= 0:
-            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-            self._write(step=self.held + 1, session_log=start)
+            self._write(step=self.held + 1, session_log=proto.SessionLog(status=proto.SessionLog.START))
         if self.held < 0:
             self._write(step=0, summary=text("config", _as_text(lane.config)))
 
@@ -114,9 +113,11 @@ class Wandb:
     """
 
     def __init__(self, lane: Lane):
-        import wandb
-
-        own_place = {} if os.environ.get("WANDB_DIR") else {"dir": str(lane.path)}
+        wandb = importlib.import_module("wandb")
+        root = os.environ.get("WANDB_DIR") or str(lane.path)
+        if wandb.setup().settings.mode == "offline":
+            for earlier in Path(root).glob(f"wandb/offline-run-*-{lane.id}"):
+                shutil.rmtree(earlier)
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT") or PROJECT,
             id=lane.id,
@@ -132,17 +133,11 @@ class Wandb:
                 finish_timeout=FINISH_SECONDS,
                 finish_timeout_raises=True,
             ),
-            **own_place,
+            dir=root,
         )
         self.held = self._run.step - 1
-        if not self._run.offline:
-            self.where = f"wandb, {self._run.project_url}"
-        else:
-            place = Path(self._run.settings.sync_dir)
-            for earlier in place.parent.glob(f"offline-run-*-{lane.id}"):
-                if earlier != place:
-                    shutil.rmtree(earlier)
-            self.where = f"wandb, offline: wandb sync {place.parent}/offline-run-*"
+        place = Path(root, "wandb", "offline-run-*")
+        self.where = f"wandb, offline: wandb sync {place}" if self._run.offline else f"wandb, {self._run.project_url}"
 
     def log(self, step: int, values: dict[str, float]) -> None:
         self._run.log(values, step=step)
@@ -193,25 +188,35 @@ class Trackio:
 SINKS: dict[str, type[Sink]] = {"tensorboard": TensorBoard, "wandb": Wandb, "trackio": Trackio}
 
 
-def check(names: Sequence[str]) -> None:
-    """What can be known before anything is trained.
+def check(log: str | Sequence[str]) -> list[str]:
+    """The names of sinks in ``log``, each of which can begin, as far as that can be known before anything is trained.
 
     Raises:
       InputError: an unknown sink, one whose package is missing, or one that has no account to log to.
     """
+    names = [str(name) for name in dict.fromkeys(log if isinstance(log, list | tuple) else [log])]
     for name in names:
         if name not in SINKS:
-            raise InputError(f"--log: unknown sink {name!r}{did_you_mean(str(name), list(SINKS))}; known: {', '.join(SINKS)}")
+            raise InputError(f"--log: unknown sink {name!r}{did_you_mean(name, list(SINKS))}; known: {', '.join(SINKS)}")
         try:
             package = importlib.import_module(PACKAGES[name])
         except ImportError as error:
             raise InputError(f"--log {name}: {error}: pip install 'rljax[{name}]'") from error
         if name == "wandb":
-            with _quiet():
-                is_offline = package.setup().settings.mode not in ("online", "shared")
-                knows_user = is_offline or package.login(prompt=False)
-            if not knows_user:
-                raise InputError("--log wandb: not logged in: run `wandb login`, or set WANDB_MODE=offline")
+            _check_account(package)
+    return names
+
+
+def _check_account(wandb: Any) -> None:
+    with _quiet():
+        if wandb.setup().settings.mode not in ("online", "shared"):
+            return
+        try:
+            reason = "" if wandb.login(prompt=False) else "not logged in, which `wandb login` does"
+        except Exception as error:  # of the network, of the key, and of what both depend on
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    if reason:
+        raise InputError(f"--log wandb: {reason}; WANDB_MODE=offline needs no account and no network")
 
 
 class Sinks:
@@ -224,7 +229,7 @@ class Sinks:
 
     def __init__(self, experiment: Experiment, names: Sequence[str], say: Callable[[str], None]):
         self._experiment, self._say = experiment, say
-        self._sinks: dict[str, list[Sink]] = {name: [] for name in dict.fromkeys(names)}
+        self._sinks: dict[str, list[Sink]] = {name: [] for name in names}
         self._failed: set[int] = set()  # lanes
         self._aside = {"step", "lane", "seed", *experiment.sweep}  # what of a row is no metric
 

@@ -291,10 +291,13 @@ def test_a_sink_that_cannot_begin(tmp_path):
 def test_wandb_without_an_account_is_one_line(monkeypatch):
     module = stand_in(monkeypatch, "wandb")
     module.knows_user = False
-    with pytest.raises(InputError, match=r"--log wandb: not logged in: run `wandb login`, or set WANDB_MODE=offline"):
+    with pytest.raises(InputError, match=r"^--log wandb: not logged in, which `wandb login` does; WANDB_MODE=offline needs no"):
         sinks.check(["wandb"])
     module.knows_user = True
     sinks.check(["wandb"])
+    del module.knows_user
+    with pytest.raises(InputError, match=r"^--log wandb: .* has no attribute 'knows_user'; WANDB_MODE=offline"):
+        sinks.check(["wandb"])
 
 
 def test_what_tensorboard_itself_reads(tmp_path):
