@@ -14,7 +14,7 @@ import os
 import shutil
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -129,6 +129,7 @@ class Wandb:
             settings=wandb.Settings(
                 silent=True,
                 console="off",
+                x_disable_stats=True,  # of the machine, once for each lane
                 init_timeout=30,
                 finish_timeout=FINISH_SECONDS,
                 finish_timeout_raises=True,
@@ -274,7 +275,7 @@ class Sinks:
                     sink.close(failed=kind is not None or lane in self._failed)
 
     @contextlib.contextmanager
-    def _lost(self, name: str) -> Any:
+    def _lost(self, name: str) -> Iterator[None]:
         """Does without a sink from when it fails."""
         try:
             yield
@@ -301,7 +302,7 @@ def _as_text(config: dict[str, Any]) -> str:
     return "".join(f"    {line}\n" for line in tomli_w.dumps(config).splitlines())
 
 
-def _steps(file: Path, event: Any) -> Any:
+def _steps(file: Path, event: Any) -> Iterator[int]:
     """The step of every scalar in an event file; what a kill has cut short at its end is left out."""
     data, at = file.read_bytes(), 0
     while at + 12 <= len(data):
@@ -314,6 +315,8 @@ def _steps(file: Path, event: Any) -> Any:
         at += 16 + length
 
 
-def _quiet() -> contextlib.AbstractContextManager[Any]:
-    """Without what a package prints; what it has to say is in `Sink.where`."""
-    return contextlib.redirect_stdout(io.StringIO())
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what a package prints; what there is to say is in `Sink.where`, and in what it raises."""
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        yield
