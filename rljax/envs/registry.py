@@ -188,7 +188,7 @@ def did_you_mean(word: str, options: list[str]) -> str:
 
 def _factory(name: str) -> Callable[..., Environment] | None:
     if entry := extensions.find("environment", name, _own_names):
-        factory: Any = extensions.load("environment", entry)
+        factory: Callable[..., Environment] = extensions.load("environment", entry)
         if not callable(factory):
             raise ValueError(f"env {name!r} of {extensions.package(entry)}: {entry.value} must be a callable that makes one")
         return factory
