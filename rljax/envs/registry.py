@@ -57,8 +57,10 @@ def register_env(name: str, factory: Callable[..., Environment]) -> None:
 
 
 def env_names() -> list[str]:
-    """Every name that `make_env` knows, ``module:attribute`` apart; MuJoCo Playground's where it is installed. Those that packages
-    register come last."""
+    """Every name that `make_env` knows, ``module:attribute`` apart; MuJoCo Playground's where it is installed.
+
+    Those that packages register come last.
+    """
     return list(dict.fromkeys([*_own_names(), *extensions.entries("environment")]))
 
 
