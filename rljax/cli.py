@@ -5,7 +5,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,13 @@ COMMANDS = {
     "report": "write report.html of one run, or of several side by side",
     "compare": "which of the algorithms and settings of finished runs scores higher, and how sure that is",
     "reproduce": "run the config of a run again in another directory and compare the results",
-    "list": "environments, agents and configs, a line each",
+    "list": "environments, agents, graders and configs, a line each",
 }
 
 OWN_OPTIONS = {  # of the commands that take those of a config too
     "run": {
         "--fresh": "start over, deleting what the run directory holds",
+        "--log SINK ...": "send the metrics there too: tensorboard, wandb, trackio",
         "--processes N": "that share the run, each started with this command; auto: those of a TPU pod, Slurm or Open MPI job",
         "--process I": "which of them this is, from 0",
         "--coordinator HOST:PORT": "where process 0 listens and the others find it",
@@ -36,6 +37,7 @@ OWN_OPTIONS = {  # of the commands that take those of a config too
     "submit": {
         "--slurm.KEY VALUE": "a parameter of submitit, as in --slurm.partition gpu --slurm.time 240 --slurm.gpus_per_node 1",
         "--cluster local": "start the jobs as processes of this machine",
+        "--log SINK ...": "send the metrics there too, as run does",
     },
     "redteam": {
         "--prompts N": "that every answer is played on; default: 64",
@@ -136,7 +138,7 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("runs", nargs="+", metavar="run", help="directories of finished runs, of one task or several")
             command.add_argument("--out", metavar="FILE", help="write a page with learning curves and performance profiles too")
         if name == "list":
-            command.add_argument("what", nargs="?", choices=("envs", "agents", "configs"), help="default: all three")
+            command.add_argument("what", nargs="?", choices=("envs", "agents", "graders", "configs"), help="default: all")
     return parser
 
 
@@ -200,9 +202,10 @@ def _run(arguments: argparse.Namespace) -> int:
 
     config, overrides = _parsed(rest)
     _join(overrides)
+    log = overrides.pop("log", ())
     experiment = _experiment(config, overrides)
     programs, members = experiment.programs(), []
-    options = {"fresh": "--fresh" in arguments.arguments, "argv": ["rljax", *sys.argv[1:]]}
+    options = {"fresh": "--fresh" in arguments.arguments, "argv": ["rljax", *sys.argv[1:]], "log": log}
     with _Terminated() as terminated:
         for i, program in enumerate(programs):
             if not hosts.leads():
@@ -278,9 +281,10 @@ def _submit(arguments: argparse.Namespace) -> int:
     if len(rest) < len(arguments.arguments):
         return _options("submit", rest)
     from rljax import jobs
-    from rljax.experiment import InputError, is_finished
+    from rljax.experiment import InputError, is_finished, sinks
 
     config, overrides = _parsed(rest)
+    log = sinks.check(overrides.pop("log", ()))
     cluster = overrides.pop("cluster", "slurm")
     parameters = {key[6:]: overrides.pop(key) for key in list(overrides) if key.startswith("slurm.")}
     experiment = _experiment(config, overrides, "submit")
@@ -294,7 +298,7 @@ def _submit(arguments: argparse.Namespace) -> int:
             program.path.mkdir(parents=True, exist_ok=True)
             (program.path / "config.toml").write_text(program.to_toml())
             paths.append(program.path.absolute())
-        queued = jobs.submit(executor, paths) if paths else []
+        queued = jobs.submit(executor, paths, log) if paths else []
     except OSError as error:
         raise InputError(f"out: cannot write to {experiment.out}: {error.strerror}") from error
     except ValueError as error:
@@ -519,29 +523,49 @@ def _reproduce(arguments: argparse.Namespace) -> int:
 
 
 def _list(arguments: argparse.Namespace) -> int:
+    from rljax import extensions
+
     what = arguments.what
+
+    def show(kind: str, names: Iterable[str], describe: Callable[[str], str]) -> None:
+        """A line for each name, those of packages last; one that cannot be used says why, and the others are listed."""
+        entries = extensions.entries(kind)
+        for name in names:
+            try:
+                line = describe(name)
+            except Exception as error:
+                if name not in entries:
+                    raise
+                line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            source = f" ({', '.join(map(extensions.package, entries[name]))})" if name in entries else ""
+            print(f"  {name:<31}{line}{source}")
+
     if what in (None, "envs"):
         from rljax.envs import env_names, gymnax, make_env, space_text
 
-        print("environments (env = ...)")
-        for name in env_names():
-            # brax takes seconds a model, so its sizes are left out
-            line = "brax, continuous actions in [-1, 1], backends generalized spring positional mjx"
+        def spaces(name: str) -> str:
             if name == "text":
-                line = "prompts of a file, answers graded on the host"
-            elif not name.startswith("brax/"):
-                env = make_env(name)
-                line = f"observations {space_text(env.observation_space)}, actions {space_text(env.action_space)}"
-            print(f"  {name:<31}{line}")
+                return "prompts of a file, answers graded on the host"
+            if name.startswith("brax/"):  # it takes seconds a model, so its sizes are left out
+                return "brax, continuous actions in [-1, 1], backends generalized spring positional mjx"
+            env = make_env(name)
+            return f"observations {space_text(env.observation_space)}, actions {space_text(env.action_space)}"
+
+        print("environments (env = ...)")
+        show("environment", env_names(), spaces)
         for name, why in gymnax.EXCLUDED.items():
             print(f"  ({name} is left out: it {why})")
         print("  module:attribute               your own, also path/to/file.py:attribute")
     if what in (None, "agents"):
-        from rljax.agents import AGENTS, agent_module
+        from rljax.agents import agent_module, agent_names
 
         print("agents (algo.name = ...)")
-        for name in AGENTS:
-            print(f"  {name:<31}{(agent_module(name).__doc__ or '').splitlines()[0]}")
+        show("agent", agent_names(), lambda name: (agent_module(name).__doc__ or "").partition("\n")[0])
+    if what in (None, "graders"):
+        from rljax.lm.graders import grader_keys, grader_types
+
+        print("graders (env_params.grader = { type = ... }), and their keys")
+        show("grader", grader_types(), lambda name: ", ".join(grader_keys(name)))
     if what in (None, "configs"):
         from rljax.experiment import InputError, load
 

@@ -23,12 +23,15 @@ TIMES = 100  # a job is queued again at its time limit
 
 @dataclasses.dataclass
 class Job:
-    """`rljax run PATH`; submitit calls it on the node, and ``checkpoint`` out of the handler of its signal."""
+    """`rljax run PATH`, which logs to the sinks ``log``; submitit calls it on the node, and ``checkpoint`` out of the handler of
+    its signal."""
 
     path: str
+    log: tuple[str, ...] = ()
 
     def __call__(self) -> None:
-        self._process = subprocess.Popen([sys.executable, "-m", "rljax.cli", "run", self.path])
+        options = ["--log", *self.log] if self.log else []
+        self._process = subprocess.Popen([sys.executable, "-m", "rljax.cli", "run", self.path, *options])
         while not self._has_ended():
             time.sleep(0.2)
         if status := self._process.wait():
@@ -43,7 +46,7 @@ class Job:
         while not self._has_ended() and time.monotonic() < deadline:
             time.sleep(0.2)
         self._process.kill()
-        return DelayedSubmission(Job(self.path))
+        return DelayedSubmission(Job(self.path, self.log))
 
     def _has_ended(self) -> bool:
         """Without the lock of ``Popen.poll``, which the code that a handler interrupts may hold."""
@@ -85,15 +88,15 @@ def executor(folder: Path, cluster: str, parameters: dict[str, Any]) -> Any:
     return made
 
 
-def submit(executor: Any, paths: Sequence[Path]) -> list[Any]:
-    """Queues a job for each run directory, as one array; returns the jobs of submitit.
+def submit(executor: Any, paths: Sequence[Path], log: Sequence[str] = ()) -> list[Any]:
+    """Queues a job for each run directory, which logs to ``log``, as one array; returns the jobs of submitit.
 
     Raises:
       ValueError: they are refused; one line.
     """
     with _one_line(executor.cluster):
         with executor.batch():
-            jobs = [executor.submit(Job(str(path))) for path in paths]
+            jobs = [executor.submit(Job(str(path), tuple(log))) for path in paths]
         for job in jobs:
             _ = job.job_id  # fails here if it was not queued
     return jobs

@@ -62,6 +62,8 @@ NOT_RUN = {  # what commands in fences that are not run begin with, and why
     "rljax run experiments/ppo_cartpole.toml --coordinator": "one run of several processes: tests/experiment/test_hosts.py",
     "podman": "needs podman and an image",
     "systemd-run": "needs systemd",
+    "rljax run --env Ladder --algo.name cem": "needs the example package, which tests/test_extensions.py installs and runs",
+    "rljax list": "as above",
     "python experiments/": "labs of hours; tests/experiment/test_labs.py holds their pages to what was kept",
 }
 TABLE_ROW = re.compile(r"^\| `([^`]+)` \| (?:`([^`]*)`)?[^|]*\| (.*?) \|", re.M)
@@ -143,6 +145,7 @@ class Page:
         trains = words[1] in ("run", "plan") and "--help" not in words
         if trains and (words[1] == "plan" or self.has_trained):
             overrides = experiment.parse_overrides(words[3:])
+            overrides.pop("log", None)
             for program in experiment.load(words[2], overrides).programs():
                 build(program)
             return

@@ -64,7 +64,7 @@ def test_sigterm_saves_after_the_chunk_and_the_same_command_goes_on(capsys, tmp_
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the job's process in /proc")
 def test_a_job_that_is_preempted_saves_and_is_queued_again(capsys, tmp_path, uninterrupted):
-    status, out, _ = call(capsys, "submit", *FLAGS, "--out", tmp_path, "--cluster", "local")
+    status, out, _ = call(capsys, "submit", *FLAGS, "--out", tmp_path, "--cluster", "local", "--log", "tensorboard")
     assert status == 0
     (config,) = tmp_path.glob("*/*/config.toml")
     job = int(out.split()[1])
@@ -78,6 +78,7 @@ def test_a_job_that_is_preempted_saves_and_is_queued_again(capsys, tmp_path, uni
     log, errors = ((tmp_path / f"run/jobs/{job}_0_log.{name}").read_text() for name in ("out", "err"))
     assert "stopped by SIGTERM, saved at step" in errors
     assert "Requeued job" in log and "resumed at step" in log
+    assert [len(list(lane.iterdir())) for lane in config.parent.glob("tensorboard/*")] == [2, 2]
     status, out, _ = call(capsys, "submit", *FLAGS, "--out", tmp_path, "--cluster", "local")
     assert (status, out) == (0, f"finished already: {config.parent}\n")
 

@@ -1,5 +1,5 @@
 """Algorithms: one file each, read top to bottom."""
 
-from rljax.agents.base import AGENTS, Agent, agent_module, make_agent
+from rljax.agents.base import AGENTS, Agent, agent_module, agent_names, make_agent
 
-__all__ = ["AGENTS", "Agent", "agent_module", "make_agent"]
+__all__ = ["AGENTS", "Agent", "agent_module", "agent_names", "make_agent"]

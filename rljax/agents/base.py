@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from jax import Array
 
+from rljax import extensions
 from rljax.envs import Environment
 from rljax.envs.registry import did_you_mean
 from rljax.networks import Policy
@@ -60,15 +61,33 @@ def whole(params: Any, data: Any) -> Any:
     return join(data["base"], params) if data and "base" in data else params
 
 
+def agent_names() -> list[str]:
+    """Every name that `agent_module` knows; those that packages register come last."""
+    return list(dict.fromkeys([*AGENTS, *extensions.entries("agent")]))
+
+
 def agent_module(name: str) -> Any:
     """The module of an algorithm, with its ``Config`` and ``make``.
 
     Raises:
-      ValueError: an unknown name, with the nearest ones.
+      ValueError: an unknown name, with the nearest ones; one that is registered twice, or of a package that cannot be loaded.
     """
+    if entry := extensions.find("agent", name, lambda: AGENTS):
+        module = extensions.load("agent", entry)
+        if not hasattr(module, "make") or getattr(getattr(module, "Config", None), "__module__", "") != entry.value:
+            raise ValueError(f"agent {name!r} of {extensions.package(entry)}: {entry.value} must be a module of Config and make")
+        return module
     if name not in AGENTS:
-        raise ValueError(f"unknown algo.name {name!r}{did_you_mean(name, list(AGENTS))}; known: {', '.join(AGENTS)}")
+        known = agent_names()
+        raise ValueError(f"unknown algo.name {name!r}{did_you_mean(name, known)}; known: {', '.join(known)}")
     return importlib.import_module(AGENTS[name])
+
+
+def agent_name(config: Any) -> str:
+    """The name of the algorithm that a config is of."""
+    module = type(config).__module__
+    named = {entry.value: entry.name for found in extensions.entries("agent").values() for entry in found}
+    return named.get(module) or module.rpartition(".")[2]
 
 
 def make_agent(config: Any, env: Environment) -> Agent:

@@ -1,4 +1,5 @@
-"""Names to environments: gymnax's own, ``brax/<name>``, ``playground/<name>``, ``module:attribute``, and what users register."""
+"""Names to environments: gymnax's own, ``brax/<name>``, ``playground/<name>``, ``module:attribute``, and what users and packages
+register."""
 
 import difflib
 import functools
@@ -16,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from rljax import extensions
 from rljax.envs.base import Environment, check
 from rljax.envs.wrappers import Randomized, ScaleReward, SelectObservation, TimeLimit, is_range
 
@@ -55,7 +57,14 @@ def register_env(name: str, factory: Callable[..., Environment]) -> None:
 
 
 def env_names() -> list[str]:
-    """Every name that `make_env` knows, ``module:attribute`` apart; MuJoCo Playground's where it is installed."""
+    """Every name that `make_env` knows, ``module:attribute`` apart; MuJoCo Playground's where it is installed.
+
+    Those that packages register come last.
+    """
+    return list(dict.fromkeys([*_own_names(), *extensions.entries("environment")]))
+
+
+def _own_names() -> list[str]:
     from rljax.envs import brax, gymnax, playground
 
     physics = [f"brax/{name}" for name in brax.names()] + [f"playground/{name}" for name in playground.names()]
@@ -66,7 +75,7 @@ def env_parameters(name: str) -> dict[str, Any]:
     """Keyword arguments that `make_env` takes for ``name``, and their defaults.
 
     Raises:
-      ValueError: an unknown name.
+      ValueError: an unknown name, one that is registered twice, or one of a package that cannot be loaded.
     """
     from rljax.envs import brax, gymnax, playground
 
@@ -91,8 +100,9 @@ def make_env(name: str, *, time_limit: int | None = None, reward_scale: float | 
     """Makes one environment.
 
     Args:
-      name: a gymnax name (``"CartPole-v1"``), ``"brax/ant"``, ``"playground/CartpoleBalance"``, a registered name, or
-        ``"package.module:attribute"`` / ``"path/file.py:attribute"`` for a callable of your own that returns an environment.
+      name: a gymnax name (``"CartPole-v1"``), ``"brax/ant"``, ``"playground/CartpoleBalance"``, a name that you or a package
+        registered, or ``"package.module:attribute"`` / ``"path/file.py:attribute"`` for a callable of your own that returns an
+        environment.
       time_limit: truncates episodes after this many steps, on top of the environment's own limit.
       reward_scale: multiplies every reward. An experiment evaluates without it.
       **kwargs: the environment's parameters; `env_parameters` lists them. Numbers may be traced. ``{"low": x, "high": y}`` draws
@@ -179,6 +189,11 @@ def did_you_mean(word: str, options: list[str]) -> str:
 
 
 def _factory(name: str) -> Callable[..., Environment] | None:
+    if entry := extensions.find("environment", name, _own_names):
+        factory: Callable[..., Environment] = extensions.load("environment", entry)
+        if not callable(factory):
+            raise ValueError(f"env {name!r} of {extensions.package(entry)}: {entry.value} must be a callable that makes one")
+        return factory
     name = OWN.get(name, name)
     if name in _registered or ":" not in name:
         return _registered.get(name)

@@ -20,7 +20,7 @@ from typing import Any
 
 import tomli_w
 
-from rljax.agents.base import AGENTS, agent_module
+from rljax.agents.base import agent_module, agent_name, agent_names
 from rljax.envs.registry import WRAPPERS, did_you_mean, env_parameters, takes_traced
 from rljax.envs.wrappers import is_range
 from rljax.experiment import devices
@@ -84,7 +84,7 @@ class Experiment:
 
     @property
     def algo_name(self) -> str:
-        return type(self.algo).__module__.rsplit(".", 1)[-1]
+        return agent_name(self.algo)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, every default written out; what ``config.toml`` holds."""
@@ -296,7 +296,7 @@ def describe(experiment: Experiment) -> list[tuple[str, str, str]]:
         for key, value, meta in rows
     ]
     runs = [(key, source.name if (source := getattr(experiment, key)) else "none") for key in SOURCES]
-    others = [("algo.name", experiment.algo_name, f"the agent: {', '.join(AGENTS)}")]
+    others = [("algo.name", experiment.algo_name, f"the agent: {', '.join(agent_names())}")]
     others += [(key, name, "a config, or a run directory, that runs first; see docs/config.md") for key, name in runs]
     options = [*((key, json.dumps(value), doc) for key, value, doc in others), *options]
     for key, default in {**env_parameters(experiment.env), **WRAPPERS}.items():
@@ -349,11 +349,10 @@ def _flatten(data: dict[str, Any], origin: str) -> dict[str, tuple[Any, str]]:
 def _resolve(entries: dict[str, tuple[Any, str]], name: str) -> Experiment:
     top = _top_fields()
     algo_name, origin = entries.pop("algo.name", ("ppo", "default"))
-    if not isinstance(algo_name, str) or algo_name not in AGENTS:
-        raise InputError(
-            f"{origin}: unknown algo.name {algo_name!r}{did_you_mean(str(algo_name), list(AGENTS))}; known: {', '.join(AGENTS)}"
-        )
-    config_class = agent_module(algo_name).Config
+    try:
+        config_class = agent_module(str(algo_name)).Config
+    except ValueError as error:
+        raise InputError(f"{origin}: {error}") from error
     algo = {f"algo.{f.name}": f for f in dataclasses.fields(config_class)}
     takes_model = algo.pop("algo.model", None) is not None
     if takes_model:

@@ -9,12 +9,13 @@ import json
 import math
 import os
 import platform
+import secrets
 import shlex
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,12 @@ import jax
 import numpy as np
 from jax import Array
 
+from rljax import extensions
 from rljax.agents import Agent, make_agent
 from rljax.agents.base import agent_module, whole
 from rljax.envs import Box, Discrete, make_env, space_text
 from rljax.envs.wrappers import as_evaluated
-from rljax.experiment import artifact, data, health, hosts, report, traces
+from rljax.experiment import artifact, data, health, hosts, report, sinks, traces
 from rljax.experiment.checkpoint import Checkpoints, SaveError
 from rljax.experiment.config import Experiment, InputError, elsewhere, file_digest, load
 from rljax.experiment.evaluation import Evaluation
@@ -77,6 +79,7 @@ def run(
     listener: Listener | None = None,
     argv: list[str] | None = None,
     stop: Callable[[], bool] = lambda: False,
+    log: str | Sequence[str] = (),
 ) -> Result:
     """Trains every lane of an experiment, in its run directory; resumes what is there.
 
@@ -86,6 +89,8 @@ def run(
       listener: called with a dict at each event: ``start``, ``chunk``, ``evaluation``, ``note`` and ``end``.
       argv: recorded in ``run.json``.
       stop: asked after each chunk; where it is true, the run saves and stops. Of several processes the first is asked.
+      log: where its metrics go besides, names of `rljax.experiment.sinks.SINKS`. A run that has finished is sent there too. What
+        runs first is logged likewise.
 
     Raises:
       Stopped: ``stop`` was true before the end; the same run goes on from there.
@@ -94,6 +99,7 @@ def run(
     """
     say = listener or (lambda event: None)
     path = experiment.path
+    log = hosts.lead(lambda: sinks.check(log))
 
     def found() -> dict[str, Any]:
         """What ``run.json`` says, from when the directory is held."""
@@ -110,8 +116,13 @@ def run(
         if hosts.lead(lambda: str(path)) != str(path):
             raise InputError(f"process {hosts.me()} has another config than process 0, or another --out")
         info = hosts.lead(found)
+        logs = held.enter_context(
+            sinks.Sinks(experiment, log if hosts.leads() else (), lambda text: say({"event": "note", "text": text}))
+        )
         if info.get("status") == "finished":
             say({"event": "note", "text": f"finished already: {path} (--fresh starts over)"})
+            if log:
+                logs.begin(info.get("id", "0"), report.read_run(path).rows)
             return result(path)
 
         def start() -> Any:
@@ -122,7 +133,7 @@ def run(
             program = build(source)
             _check_params(experiment, jax.eval_shape(program.init, program.lanes, None).params)
             say({"event": "note", "text": f"first {source.name}, which this starts from"})
-            states = _trained("start_from", run(source, listener=listener, argv=argv, stop=stop))
+            states = _trained("start_from", run(source, listener=listener, argv=argv, stop=stop, log=log))
             return _check_params(experiment, _params_of(states, source, experiment))
 
         def pay() -> Any:
@@ -131,11 +142,11 @@ def run(
             if source is None:
                 return None
             say({"event": "note", "text": f"first {source.name}, which pays"})
-            trained = _trained("reward_from", run(source, listener=listener, argv=argv, stop=stop))
+            trained = _trained("reward_from", run(source, listener=listener, argv=argv, stop=stop, log=log))
             return _params_of(trained, source, experiment)
 
         try:
-            return _train(experiment, path, info, say, argv or sys.argv, start, pay, stop)
+            return _train(experiment, path, info, say, argv or sys.argv, start, pay, stop, logs)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise SaveError(f"cannot write to {path}: {error.strerror}; its last checkpoint stays valid") from error
@@ -277,6 +288,7 @@ def _train(
     start: Callable[[], Any],
     pay: Callable[[], Any],
     stop: Callable[[], bool],
+    logs: sinks.Sinks,
 ) -> Result:
     clock = time.perf_counter
     began = clock()
@@ -322,6 +334,7 @@ def _train(
     steps_asked, steps_done = experiment.total_steps, program.steps_at(program.num_chunks)
     earlier = {key: info.get(key, 0.0) for key in ("wall_seconds", "compile_seconds", "train_seconds")} if done else {}
     info = {
+        "id": info.get("id") or secrets.token_hex(4),
         **provenance(experiment, argv),
         "started": info.get("started", _now()) if done else _now(),
         "status": "running",
@@ -338,9 +351,10 @@ def _train(
     }
     _write_json(path / "run.json", info)
     steps = [program.steps_at(chunk) for chunk in range(done + 1)] if restored else []
-    metrics = _Metrics(path / "metrics.jsonl", experiment.lanes(), steps, experiment.lanes_a_call)
+    metrics = _Metrics(path / "metrics.jsonl", experiment.lanes(), steps, experiment.lanes_a_call, logs)
     halving.drop(metrics.rows)
     say({"event": "start", "path": path, "experiment": experiment, "program": program, "resumed_at": program.steps_at(done)})
+    logs.begin(info["id"], metrics.rows)
     if steps_done != steps_asked:
         text = f"total_steps {steps_asked:,} is rounded up to {steps_done:,}: {program.env_steps:,} per update, "
         say({"event": "note", "text": text + f"updates in chunks of {program.updates_per_chunk}"})
@@ -903,33 +917,35 @@ def is_finished(experiment: Experiment) -> bool:
 
 
 class _Metrics:
-    """Appends rows to ``metrics.jsonl``; on resume first drops the rows past the checkpoint. ``rows`` are those of the file.
+    """Appends rows to ``metrics.jsonl`` and to sinks; on resume first drops the rows past the checkpoint. ``rows`` are those of
+    the file.
 
     Of several processes the first alone writes them.
     """
 
-    def __init__(self, path: Path, lanes: list[dict[str, Any]], steps: list[int], fewest: int):
+    def __init__(self, path: Path, lanes: list[dict[str, Any]], steps: list[int], fewest: int, logs: sinks.Sinks):
         """
         Args:
           steps: those up to the checkpoint, each of which has a row of ``fewest`` lanes or more; none where the run begins.
+          logs: where the rows go besides.
 
         Raises:
           InputError: rows of one of them are not there. They were on the disk before the checkpoint, so the file was damaged.
         """
-        self._lanes = lanes
+        self._lanes, self._logs = lanes, logs
         self.failed: list[dict[str, Any]] = []
         self.rows: list[dict[str, Any]] = []
         kept, counts, damaged = [], dict.fromkeys(steps, 0), ""
         for number, line in enumerate(path.read_bytes().splitlines() if path.exists() else [], 1):
             try:
                 row = json.loads(line)
-                step = row["step"], row["lane"], row["seed"]
+                stays = {row["lane"], row["seed"]} and row["step"] in counts
             except (ValueError, TypeError, KeyError):
                 damaged = damaged or f" (line {number} cannot be read)"  # or was cut short by a kill, past the checkpoint
                 continue
-            if step[0] in counts:
+            if stays:
                 kept.append(line)
-                counts[step[0]] += 1
+                counts[row["step"]] += 1
                 self.rows.append(row)
                 self._note_failure(row)
         if missing := [step for step, count in counts.items() if count < fewest]:
@@ -949,7 +965,7 @@ class _Metrics:
         left: list[int],
     ) -> list[dict[str, Any]]:
         """One row for each of the lanes ``left``; returns those that failed in this chunk."""
-        new_failures = []
+        new_failures, before = [], len(self.rows)
         for i, lane in ((i, self._lanes[i]) for i in left):
             row: dict[str, Any] = {"step": step, **lane}
             if totals is not None and finite is not None:
@@ -972,6 +988,7 @@ class _Metrics:
             self.rows.append({key: _json_number(value) for key, value in row.items()})
             self._file.write(json.dumps(self.rows[-1]) + "\n")
         self._file.flush()
+        self._logs.write(self.rows[before:])
         return new_failures
 
     def flush(self) -> None:
@@ -1007,11 +1024,26 @@ def _json_number(value: Any) -> Any:
     return value
 
 
+def _extensions(experiment: Experiment) -> list[str]:
+    """Packages that provide the agent, the environment and the graders of an experiment, by entry points."""
+
+    def types(value: Any) -> list[str]:
+        """Of the graders in parameters of an environment: tables that have a type, in tables and lists."""
+        if isinstance(value, dict):
+            return [*([value["type"]] if isinstance(value.get("type"), str) else []), *types(list(value.values()))]
+        return [kind for item in value for kind in types(item)] if isinstance(value, list | tuple) else []
+
+    used = [("agent", experiment.algo_name), ("environment", experiment.env)]
+    used += [("grader", kind) for kind in types(experiment.env_params)]
+    found = [entry for kind, name in used for entry in extensions.entries(kind).get(name, [])]
+    return [entry.dist.name for entry in found if entry.dist is not None]
+
+
 def provenance(experiment: Experiment, argv: list[str]) -> dict[str, Any]:
     """What a reader needs to get the same numbers again."""
     packages = ("rljax", "jax", "jaxlib", "flax", "optax", "gymnax", "brax", "orbax-checkpoint", "numpy")
     versions = {"python": platform.python_version()}
-    for package in packages:
+    for package in (*packages, *_extensions(experiment)):
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
     commit, dirty = _commit()

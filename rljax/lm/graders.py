@@ -15,6 +15,7 @@ import functools
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import json
 import keyword
 import marshal
@@ -111,11 +112,13 @@ def make_grader(config: Mapping[str, Any], *, cache_size: int = 65_536) -> "Grad
     - ``python``: ``source``, a ``.py`` file or code that defines ``grade(sample, item)``, or ``function``, ``"module:attribute"``
       or ``"file.py:attribute"``. ``sample`` is ``{"output_text": completion}``, ``item`` the row with ``prompt`` and ``answer``.
     - ``reasoning_gym``: ``dataset``, its ``config``, and the ``tag`` that the answer stands in ("": it is the whole completion).
+    - a name that a package registers (`rljax.extensions`), with the keyword-only arguments of its ``grade(sample, item)``.
     - ``multi``: ``graders``, tables by name, and ``calculate_output``, an expression of their names with ``+ - * / ^`` and
       `FUNCTIONS`. Invalid where a grader that it names is.
 
-    ``python`` and ``reasoning_gym`` take ``timeout`` (10), seconds for one item, and ``workers``, the number of processes. They
-    are no sandbox: user code has the user's rights. jax shows it no accelerator, and what it prints is dropped.
+    ``python``, ``reasoning_gym`` and graders of packages take ``timeout`` (10), seconds for one item, and ``workers``, the number
+    of processes. They are no sandbox: user code has the user's rights. jax shows it no accelerator, and what it prints is
+    dropped.
 
     Args:
       config: the table.
@@ -415,12 +418,18 @@ def _build(config: Any, path: str) -> _Node:
     """The grader of a table, which stands at ``path`` in the config."""
     if not isinstance(config, Mapping):
         raise ValueError(f'{path} must be a table, as in {{"type": "exact"}}, got {config!r}')
+    known = grader_types()
     if "type" not in config:
-        raise ValueError(f"{path}.type is missing: one of {', '.join(KINDS)}")
+        raise ValueError(f"{path}.type is missing: one of {', '.join(known)}")
     kind = config["type"]
-    if kind not in KINDS:
-        raise ValueError(f"{path}.type must be one of {', '.join(KINDS)}, got {kind!r}{_near(str(kind), KINDS)}")
-    options: dict[str, Any] = {"name": kind, **KINDS[kind]}
+    if kind not in known:
+        raise ValueError(f"{path}.type must be one of {', '.join(known)}, got {kind!r}{_near(str(kind), known)}")
+    try:
+        extension = _extension(kind)
+    except ValueError as error:
+        raise ValueError(f"{path}.type: {error}") from error
+    own, keys = extension or ({}, KINDS.get(kind, {}))
+    options: dict[str, Any] = {"name": kind, **keys}
     for key, value in config.items():
         if key != "type" and key not in options:
             raise ValueError(f"unknown key {path}.{key} for type {kind!r}{_near(key, options)}")
@@ -428,8 +437,8 @@ def _build(config: Any, path: str) -> _Node:
             continue
         default = options[key]
         wanted = default if isinstance(default, type) else type(default)
-        if not isinstance(value, (int, float) if wanted is float else wanted) or isinstance(value, bool):
-            words = {str: "text", float: "a number", int: "a whole number", dict: "a table"}[wanted]
+        if not isinstance(value, (int, float) if wanted is float else wanted) or isinstance(value, bool) != (wanted is bool):
+            words = {str: "text", float: "a number", int: "a whole number", dict: "a table", bool: "true or false"}[wanted]
             raise ValueError(f"{path}.{key} must be {words}, got {value!r}")
         options[key] = float(value) if wanted is float else value
     for key, value in options.items():
@@ -445,11 +454,14 @@ def _build(config: Any, path: str) -> _Node:
         nodes = {key: _build(value, f"{path}.graders.{key}") for key, value in options["graders"].items()}
         output = _expression(options["calculate_output"], list(nodes), f"{path}.calculate_output")
         return _MultiNode({**identity, "graders": {key: node.identity for key, node in nodes.items()}}, nodes, output)
-    if kind in ("python", "reasoning_gym"):
+    if own or kind in ("python", "reasoning_gym"):
         if options["timeout"] <= 0 or options["workers"] < 1:
             key = "timeout" if options["timeout"] <= 0 else "workers"
             raise ValueError(f"{path}.{key} must be above 0, got {options[key]!r}")
-        setup = _python_setup(options, path) if kind == "python" else _reasoning_gym_setup(options, path)
+        if own:
+            setup = {**own, "options": {key: options[key] for key in keys if key not in _PROCESS}}
+        else:
+            setup = _python_setup(options, path) if kind == "python" else _reasoning_gym_setup(options, path)
         identity["setup"] = {key: value for key, value in setup.items() if key != "file"}  # its code counts, not where it is
         return _PythonNode(name, identity, {**setup, "path": path}, options["timeout"], options["workers"])
     render, render_reference = (_template(options.get(key, ""), f"{path}.{key}") for key in ("input", "reference"))
@@ -462,6 +474,43 @@ def _build(config: Any, path: str) -> _Node:
         return float(grade(render(item), reference))
 
     return _Node(name, identity, function)
+
+
+def grader_types() -> list[str]:
+    """Every ``type`` of a grader; those that packages register come last."""
+    from rljax import extensions
+
+    return list(dict.fromkeys([*KINDS, *extensions.entries("grader")]))
+
+
+def grader_keys(kind: str) -> dict[str, Any]:
+    """Keys of a table of that ``type`` and their defaults; a type where there is none.
+
+    Raises:
+      ValueError: it is registered twice, or by a package that cannot be loaded.
+    """
+    extension = _extension(kind)
+    return KINDS[kind] if extension is None else extension[1]
+
+
+def _extension(kind: str) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """Of a grader that a package registers, what a worker needs to load its function, and its keys with their defaults."""
+    from rljax import extensions
+
+    entry = extensions.find("grader", kind, lambda: KINDS)
+    if entry is None:
+        return None
+    function = extensions.load("grader", entry)
+    who = f"grader {kind!r} of {extensions.package(entry)}"
+    if not callable(function) or not entry.attr.isidentifier():
+        raise ValueError(f"{who}: {entry.value} must be a function grade(sample, item), as module:function")
+    keys = {p.name: p.default for p in inspect.signature(function).parameters.values() if p.kind == p.KEYWORD_ONLY}
+    for key, default in keys.items():
+        if key in ("type", "name", *_PROCESS) or type(default) not in (str, int, float, bool):
+            raise ValueError(
+                f"{who}: its keyword {key} must have another name, or text, a number, a truth value or a dict by default"
+            )
+    return {"module": entry.module, "attribute": entry.attr}, {**keys, **_PROCESS}
 
 
 def _pair_grader(kind: str, options: dict[str, Any], path: str) -> Callable[[str, str], float]:
@@ -1036,7 +1085,7 @@ def _load(setup: dict[str, Any]) -> Callable[[Any, Any], Any]:
     function = getattr(module, setup["attribute"], None)
     if not callable(function):
         raise _Failure("exception", f"there is no function {setup['attribute']}(sample, item)")
-    return typing.cast(Callable[[Any, Any], Any], function)
+    return functools.partial(typing.cast(Callable[[Any, Any], Any], function), **setup.get("options", {}))
 
 
 def _load_reasoning_gym(dataset: str, config: dict[str, Any], tag: str) -> Callable[[Any, Any], Any]:
