@@ -37,7 +37,7 @@ class Painter(NamedTuple):
     Attributes:
       keep: ``(state) -> pytree of arrays``, pure: what a frame needs of a state.
       paint: ``(pytree of numpy [T, ...]) -> T frames``, each uint8 ``[H, W, 3]``.
-      milliseconds: that a step is shown for.
+      milliseconds: that a step is shown for, where every step is.
     """
 
     keep: Callable[[Any], Any]
@@ -74,12 +74,13 @@ def painter(env: Environment) -> Painter:
 
 
 def _rendered(env: Environment, render: Callable[[Any], Any], states: Any) -> Iterator[np.ndarray]:
+    shape = None
     for i in range(len(jax.tree.leaves(states)[0])):
         image = np.asarray(render(jax.tree.map(lambda x, i=i: x[i], states)))
-        if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
-            raise ValueError(
-                f"{type(env).__name__}.render must return uint8 [H, W, 3], got {image.dtype}{list(image.shape)}: scale it to 0..255"
-            )
+        if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or image.shape != (shape or image.shape):
+            got = f"{image.dtype}{list(image.shape)}"
+            raise ValueError(f"{type(env).__name__}.render must return uint8 [H, W, 3], of one size and from 0 to 255, got {got}")
+        shape = image.shape
         yield image
 
 
@@ -447,6 +448,9 @@ VIEWS = {
 }
 
 
+PLANE, CAPSULE = 0, 3  # of mujoco's mjtGeom
+
+
 class _Geoms(NamedTuple):
     """Spheres and capsules ``[N]`` of a model: the body that each belongs to (-1: the world), its two ends there, radius, colour."""
 
@@ -458,21 +462,21 @@ class _Geoms(NamedTuple):
 
 def _geoms(model: Any) -> _Geoms:
     """Out of a ``mujoco.MjModel``. A shape that is no capsule is shown as a ball of its bounding radius; planes are left out."""
-    plane, capsule = 0, 3  # of mujoco's mjtGeom
     limbs = (BLUE, ORANGE, GREEN, PINK, SKY, (230, 159, 0), (120, 120, 200))
     bodies, ends, radii, colours = [], [], [], []
     number: dict[int, int] = {}
 
+    children = np.bincount(model.body_parentid[1:], minlength=model.nbody)
+
     def limb(body: int) -> int:
-        """The link next to the root from which a body hangs, or its root."""
-        while model.body_parentid[body] and model.body_parentid[model.body_parentid[body]]:
-            body = int(model.body_parentid[body])
-        return body
+        """The body with which its limb begins: a root, its child, or one of several that hang from the same body."""
+        parent = int(model.body_parentid[body])
+        return body if parent == 0 or model.body_parentid[parent] == 0 or children[parent] > 1 else limb(parent)
 
     for i in range(model.ngeom):
-        if model.geom_type[i] == plane or model.geom_rgba[i][3] == 0:
+        if model.geom_type[i] == PLANE or model.geom_rgba[i][3] == 0:
             continue
-        body, is_capsule = int(model.geom_bodyid[i]), model.geom_type[i] == capsule
+        body, is_capsule = int(model.geom_bodyid[i]), model.geom_type[i] == CAPSULE
         half = np.array([0.0, 0.0, model.geom_size[i][1] if is_capsule else 0.0])
         axis = _rotate(model.geom_quat[i], half)
         bodies.append(body - 1)
@@ -491,6 +495,7 @@ def _rotate(quaternion: np.ndarray, vector: np.ndarray) -> np.ndarray:
 
 def _brax(env: Any) -> Painter:
     view, geoms = VIEWS.get(type(env).__name__, OBLIQUE), _geoms(env.sys.mj_model)
+    has_floor = bool((env.sys.mj_model.geom_type == PLANE).any())
     a, e = np.deg2rad([view.azimuth, view.elevation])
     ahead = np.array([-np.sin(a), np.cos(a), 0.0])
     right, up = np.array([np.cos(a), np.sin(a), 0.0]), ahead * np.sin(e) + [0, 0, np.cos(e)]
@@ -503,7 +508,7 @@ def _brax(env: Any) -> Painter:
         link = np.maximum(geoms.body, 0)
         moved = places[:, link, None] + _rotate(turns[:, link, None], geoms.ends[None])
         ends = np.where(world, geoms.ends, moved)  # [T, N, 2, 3]
-        centre = places[:, 0] * [1, 1, 0] if view.follows else np.zeros((len(places), 3))
+        centre = places.mean(1) * [1, 1, 0] if view.follows else np.zeros((len(places), 3))
         flat, depth = (ends - centre[:, None, None]) @ screen, (ends @ away).mean(-1)
         low, high = (flat - geoms.radius[:, None, None]).min((0, 1, 2)), (flat + geoms.radius[:, None, None]).max((0, 1, 2))
         half = 1.1 * max(-low[0], high[0])
@@ -512,12 +517,16 @@ def _brax(env: Any) -> Painter:
         half = max(half, 0.6 * (high[1] - low[1]))
         for t in range(len(places)):
             scene = _Scene(-half, half, low[1], high[1], background=WHITE)
-            _floor(scene, centre[t], half, low[1], screen, is_side)
+            if has_floor:
+                _floor(scene, centre[t], half, low[1], screen, is_side)
             for i in np.argsort(-depth[t], kind="stable"):
                 scene.capsule(*flat[t, i], geoms.radius[i], geoms.colours[i])
             yield scene.pixels()
 
-    return Painter(lambda state: (state.pipeline_state.x.pos, state.pipeline_state.x.rot), paint)
+    def keep(state: Any) -> Any:
+        return state.pipeline_state.x.pos, state.pipeline_state.x.rot
+
+    return Painter(keep, paint, max(1, round(1000 * float(env.dt))))
 
 
 def _floor(scene: _Scene, centre: np.ndarray, half: float, low: float, screen: np.ndarray, is_side: bool) -> None:

@@ -24,7 +24,8 @@ from rljax.experiment.evaluation import advance, begin
 from rljax.experiment.lanes import Program, evaluation_key
 from rljax.experiment.painters import Painter, painter
 
-FRAMES = 300  # of a GIF; of a longer episode every second, third, ... is shown
+FRAMES = 200  # of a GIF, about; of longer episodes every second, third, ... is shown
+SHORTEST, LONGEST = 20, 50  # milliseconds of a frame that stands for several steps; viewers slow down what is shorter
 STEPS, BYTES = 10_000, 2**26  # at most so many steps of an episode are kept, and so much of them
 STRIP = 18  # pixels for the words above a frame
 HELD = 1000  # milliseconds for which the last frame stays
@@ -103,19 +104,18 @@ def _cut(kept: Any, rewards: np.ndarray, length: int, finished: bool) -> Episode
     return Episode(jax.tree.map(lambda x: x[: steps + 1], kept), rewards[:steps], bool(finished and steps == length))
 
 
-def frames(artist: Painter, episodes: list[Episode], limit: int = FRAMES) -> Iterator[np.ndarray]:
+def frames(artist: Painter, episodes: list[Episode], every: int = 1) -> Iterator[np.ndarray]:
     """The frames of episodes, one after the other, each with its step and the reward so far above it; uint8 ``[H, W, 3]``.
 
-    Longer ones are thinned out until there are at most ``limit`` in all; the first and the last frame of each stay.
+    Of an episode the first, then every so-manieth, and the last are drawn.
     """
-    total = sum(len(episode.rewards) + 1 for episode in episodes)
     for number, episode in enumerate(episodes, 1):
-        size = len(episode.rewards) + 1
-        count = size if total <= limit else max(2, min(size, size * limit // total))
-        shown = np.unique(np.linspace(0, size - 1, count).round().astype(int))
+        last = len(episode.rewards)
+        shown = np.append(np.arange(0, last, every), last)
         returns = np.concatenate([[0.0], np.cumsum(episode.rewards, dtype=np.float64)])
         prefix = f"{number}/{len(episodes)}  " if len(episodes) > 1 else ""
-        for step, image in zip(shown, artist.paint(jax.tree.map(lambda x, of=shown: x[of], episode.kept)), strict=True):
+        images = artist.paint(jax.tree.map(lambda x, shown=shown: x[shown], episode.kept))
+        for step, image in zip(shown, images, strict=True):
             yield _titled(image, f"{prefix}step {step}", f"return {returns[step]:.6g}")
 
 
@@ -132,8 +132,9 @@ def _titled(image: np.ndarray, left: str, right: str) -> np.ndarray:
 
 
 def gif(artist: Painter, episodes: list[Episode], about: dict[str, Any]) -> bytes:
-    """An animated GIF of `frames`, with ``about`` as JSON in its comment."""
-    images = [Image.fromarray(frame) for frame in frames(artist, episodes)]
+    """An animated GIF of `frames`, about `FRAMES` of them, with ``about`` as JSON in its comment."""
+    every = max(1, -(-sum(len(episode.rewards) for episode in episodes) // FRAMES))
+    images = [Image.fromarray(frame) for frame in frames(artist, episodes, every)]
     few = images[:: max(1, len(images) // 6)]
     width, height = few[0].size
     together = Image.new("RGB", (width, height * len(few)))
@@ -141,7 +142,8 @@ def gif(artist: Painter, episodes: list[Episode], about: dict[str, Any]) -> byte
         together.paste(image, (0, i * height))
     palette = together.quantize(64, Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
     images = [image.quantize(palette=palette, dither=Image.Dither.NONE) for image in images]
-    times = [artist.milliseconds] * (len(images) - 1) + [HELD]
+    time = min(max(artist.milliseconds * every, SHORTEST), max(artist.milliseconds, LONGEST))
+    times = [time] * (len(images) - 1) + [HELD]
     buffer = io.BytesIO()
     comment = json.dumps(about).encode()
     images[0].save(

@@ -544,8 +544,7 @@ def _picture_caption(file: Path) -> str:
         unfinished = "" if all(about.pop("finished")) else ", unfinished"
         step, lane, seed = (about.pop(key) for key in ("step", "lane", "seed"))
         values = f", {setting_label(about)}" if about else ""
-        number = page.number_format(returns)
-        score = f"return {', '.join(map(number, returns))} in {', '.join(map(_count, lengths))} steps{unfinished}"
+        score = f"return {', '.join(f'{value:.6g}' for value in returns)} in {', '.join(map(_count, lengths))} steps{unfinished}"
         return f"step {_count(step)}, seed {seed} (lane {lane}){values}: {score}"
     except (KeyError, TypeError):
         return ""
