@@ -6,6 +6,7 @@ arrays, and draws frame by frame.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -24,7 +25,14 @@ from rljax.envs.wrappers import Wrapper
 
 WIDTH = 320  # of most pictures, pixels
 FINE = 2  # a scene is drawn this much larger, and scaled down: smooth edges
-BLUE, ORANGE, GREEN, PINK, YELLOW, SKY = (0, 114, 178), (213, 94, 0), (0, 158, 115), (204, 121, 167), (240, 200, 60), (86, 180, 233)
+BLUE, ORANGE, GREEN, PINK, YELLOW, SKY = (
+    (0, 114, 178),
+    (213, 94, 0),
+    (0, 158, 115),
+    (204, 121, 167),
+    (240, 200, 60),
+    (86, 180, 233),
+)
 WHITE, PALE, GREY, DARK, NIGHT = (255, 255, 255), (236, 238, 241), (170, 174, 180), (60, 64, 72), (24, 27, 34)
 RED = (220, 50, 60)
 
@@ -35,7 +43,8 @@ class Painter(NamedTuple):
     """How one environment is drawn.
 
     Attributes:
-      keep: ``(state) -> pytree of arrays``, pure: what a frame needs of a state.
+      keep: ``(state) -> pytree of arrays``, pure: what a frame needs of a state. Lanes that sweep parameters of the environment
+        share that of the first.
       paint: ``(pytree of numpy [T, ...]) -> T frames``, each uint8 ``[H, W, 3]``.
       milliseconds: that a step is shown for, where every step is.
     """
@@ -46,8 +55,8 @@ class Painter(NamedTuple):
 
 
 def painter(env: Environment) -> Painter:
-    """The painter of an environment: by its own ``render(state) -> uint8 [H, W, 3]`` if it has one, else of those below. A wrapper
-    without a ``render`` of its own looks like what it wraps.
+    """The painter of an environment: its own ``render(state) -> uint8 [H, W, 3]`` if it has one, else one of those below. A
+    wrapper without a ``render`` of its own looks like what it wraps.
 
     Raises:
       ValueError: nobody can draw it; one line that says what to add.
@@ -199,7 +208,7 @@ def _acrobot(env: Any, params: Any) -> Painter:
         def draw(scene: _Scene, step: Any) -> None:  # 0 hangs down; the second angle is seen from the first link
             a, b = step[0], step[0] + step[1]
             elbow = np.array([first * np.sin(a), -first * np.cos(a)])
-            tip = elbow + [second * np.sin(b), -second * np.cos(b)]
+            tip = elbow + np.array([second * np.sin(b), -second * np.cos(b)])
             scene.capsule((0, 0), elbow, 0.09, BLUE)
             scene.capsule(elbow, tip, 0.09, ORANGE)
             for joint in ((0, 0), elbow):
@@ -266,7 +275,7 @@ def _reacher(env: Any, params: Any) -> Painter:
             angles, goal = step
             joints = np.concatenate([np.zeros((1, 2)), np.cumsum(np.stack([np.cos(angles), np.sin(angles)], 1), 0)])
             scene.disc(goal, 0.14, RED)
-            for a, b in zip(joints[:-1], joints[1:], strict=True):
+            for a, b in itertools.pairwise(joints):
                 scene.capsule(a, b, 0.08, BLUE)
             scene.disc(joints[-1], 0.12, ORANGE, DARK)
 
@@ -296,7 +305,7 @@ def _point_swimmer(env: Any, params: Any) -> Painter:
 
 
 def _board(cells: Callable[[Any], Array], colours: Sequence[Colour], milliseconds: int = 100, gap: int = 1) -> Painter:
-    """Of ``cells``, ``(state) -> [H, W]`` numbers of colours, with a ``gap`` between cells; about 240 pixels on its longer side."""
+    """Of ``cells``, ``(state) -> [H, W]`` numbers of colours, with a ``gap`` between them; about 240 pixels on its longer side."""
     palette = np.asarray(colours, np.uint8)
 
     def paint(kept: np.ndarray) -> Iterator[np.ndarray]:
@@ -452,7 +461,7 @@ PLANE, CAPSULE = 0, 3  # of mujoco's mjtGeom
 
 
 class _Geoms(NamedTuple):
-    """Spheres and capsules ``[N]`` of a model: the body that each belongs to (-1: the world), its two ends there, radius, colour."""
+    """Spheres and capsules ``[N]`` of a model: the body of each (-1: the world), its two ends there, radius and colour."""
 
     body: np.ndarray
     ends: np.ndarray

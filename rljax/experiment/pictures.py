@@ -55,7 +55,7 @@ class Camera:
 
     def __init__(self, program: Program, episodes: int = 1, greedy: bool = True):
         self._program = program
-        painter(as_evaluated(program.env))
+        keep = jax.vmap(painter(as_evaluated(program.env)).keep)
         self._lanes = program.fetch(program.lanes)
         experiment = program.experiment
         reset_key, play_key = jax.random.split(evaluation_key(experiment))
@@ -64,7 +64,6 @@ class Camera:
             own, state = jax.tree.map(lambda x: x[lane], (lanes, states))
             env, agent = program.bind(own)
             env = as_evaluated(env)
-            keep = jax.vmap(painter(env).keep)
             start = begin(agent, env, state, reset_key, episodes, data)
             first = keep(start.env_state)
             size = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(first))
@@ -94,12 +93,16 @@ class Camera:
         """The first episodes of a lane's evaluation, from padded ``states``. Of several processes all must call it."""
         played = self._play(self._program.lanes, states, lane, self._program.data)
         kept, rewards, lengths, finished = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), played)
-        return [_cut(jax.tree.map(lambda x, i=i: x[:, i], kept), rewards[:, i], lengths[i], finished[i]) for i in range(len(lengths))]
+        return [
+            _cut(jax.tree.map(lambda x, i=i: x[:, i], kept), rewards[:, i], lengths[i], finished[i]) for i in range(len(lengths))
+        ]
 
 
 def _cut(kept: Any, rewards: np.ndarray, length: int, finished: bool) -> Episode:
     leaves = [x[: length + 1].reshape(length + 1, -1) for x in jax.tree.leaves(kept)]
-    known = np.all([np.isfinite(x).all(1) for x in leaves if np.issubdtype(x.dtype, np.floating)] or [np.ones(length + 1, bool)], 0)
+    known = np.all(
+        [np.isfinite(x).all(1) for x in leaves if np.issubdtype(x.dtype, np.floating)] or [np.ones(length + 1, bool)], 0
+    )
     steps = int(length) if known.all() else max(int(np.argmin(known)) - 1, 0)
     return Episode(jax.tree.map(lambda x: x[: steps + 1], kept), rewards[:steps], bool(finished and steps == length))
 

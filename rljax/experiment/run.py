@@ -731,7 +731,7 @@ def picture(
     overrides: dict[str, Any] | None = None,
     greedy: bool = True,
 ) -> tuple[Path, dict[str, Any]]:
-    """Plays episodes with the last policy of one lane, by default those that its evaluation begins with, and writes them as a GIF.
+    """Plays episodes with the last policy of one lane, by default the first of its evaluation, and writes them as a GIF.
 
     Args:
       path: of the run directory.
@@ -741,8 +741,8 @@ def picture(
       overrides, greedy: see `evaluate`.
 
     Returns:
-      ``(samples/eval_lane<lane>.gif of the run, what it shows)``: ``step``, ``lane``, ``seed``, the swept values, and ``returns``,
-      ``lengths`` and ``finished`` of the episodes.
+      ``(samples/eval_lane<lane>.gif of the run, what it shows)``: ``step``, ``lane``, ``seed``, the swept values, and
+      ``returns``, ``lengths`` and ``finished`` of the episodes.
 
     Raises:
       InputError: see `evaluate`; no such lane; an environment that cannot be drawn.

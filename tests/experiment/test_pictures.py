@@ -1,4 +1,7 @@
+import functools
+import io
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +12,7 @@ from PIL import Image, ImageSequence
 from rljax import cli
 from rljax.envs import Box, Discrete, make_env, restart, transition
 from rljax.envs.wrappers import Wrapper
-from rljax.experiment import InputError, evaluate, load, picture, run
+from rljax.experiment import InputError, evaluate, load, picture, report, run
 from rljax.experiment.painters import BLUE, GREEN, GYMNAX, ORANGE, painter
 from rljax.experiment.pictures import FRAMES, Episode, _cut, frames, gif, read_about
 from tests.experiment.runs import stop_after
@@ -89,29 +92,37 @@ def test_boards_have_their_cells_where_they_are():
     assert np.allclose(centre(image, ORANGE), (1 / 2, 1 / 6), atol=0.02)
 
 
-@pytest.mark.parametrize("name", [*GYMNAX, *OWN])
-def test_what_can_be_drawn_is(name):
+@functools.cache
+def reset(name):
+    """``(painter, observation, what is kept)`` after a reset; op by op, since a compilation takes longer."""
     env = make_env(name, time_limit=5, reward_scale=0.5)
     artist = painter(env)
     with jax.disable_jit():
-        state, _ = env.reset(jax.random.key(0))
-        kept = artist.keep(state)
+        state, timestep = env.reset(jax.random.key(0))
+        return artist, np.asarray(timestep.observation), jax.device_get(artist.keep(state))
+
+
+@pytest.mark.parametrize("name", [*GYMNAX, *OWN])
+def test_what_can_be_drawn_is(name):
+    artist, _, kept = reset(name)
     images = list(artist.paint(jax.tree.map(lambda x: np.stack([x, x]), kept)))
     assert len(images) == 2 and np.array_equal(*images)
     assert images[0].dtype == np.uint8 and images[0].ndim == 3 and images[0].shape[2] == 3
-    assert 80 <= min(images[0].shape[:2]) and max(images[0].shape[:2]) <= 320
+    assert min(images[0].shape[:2]) >= 80 and max(images[0].shape[:2]) <= 320
     assert len(np.unique(images[0].reshape(-1, 3), axis=0)) > 2
 
 
-@pytest.mark.parametrize(("game", "things"), [("Breakout", 3), ("Asterix", 1), ("Freeway", 3), ("Seaquest", 2), ("SpaceInvaders", 2)])
+@pytest.mark.parametrize(
+    ("game", "things"), [("Breakout", 3), ("Asterix", 1), ("Freeway", 3), ("Seaquest", 2), ("SpaceInvaders", 2)]
+)
 def test_things_of_minatar_have_different_colours(game, things):
-    env = make_env(f"{game}-MinAtar")
-    artist = painter(env)
-    with jax.disable_jit():
-        state, timestep = env.reset(jax.random.key(0))
-        cells = artist.keep(state)
+    artist, observation, cells = reset(f"{game}-MinAtar")
     assert len(set(np.unique(cells)) - {0}) >= things
-    assert np.array_equal(np.asarray(cells) > 0, np.asarray(timestep.observation).any(-1))
+    assert np.array_equal(cells > 0, observation.any(-1))
+    (image,) = artist.paint(cells[None])
+    size = len(image) // 10
+    middles = image[size // 2 :: size, size // 2 :: size].reshape(-1, 3)
+    assert len(np.unique(middles, axis=0)) == len(np.unique(cells))
 
 
 def test_bodies_stand_on_the_ground():
@@ -175,26 +186,20 @@ def test_an_environment_draws_itself_by_render():
     ids=str,
 )
 def test_what_cannot_be_drawn_says_what_to_add(env, message):
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
         painter(make_env(env) if isinstance(env, str) else env)
-    assert message in str(error.value) and "\n" not in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def test_long_episodes_are_thinned_out_and_end_with_their_last_step():
     artist = painter(Drawn(Lamp()))
     episode = Episode(np.zeros(1002, np.int32), np.ones(1001, np.float32), True)
-    image = Image.open(_file(gif(artist, [episode], {})))
+    image = Image.open(io.BytesIO(gif(artist, [episode], {})))
     assert image.n_frames == len(list(frames(artist, [episode], 6))) == 168 <= FRAMES + 1
     last = list(frames(artist, [episode], 6))[-1]
     assert not np.array_equal(last, list(frames(artist, [Episode(episode.kept[1:], episode.rewards[1:], True)], 6))[-1])
     short = Episode(np.zeros(5, np.int32), np.ones(4, np.float32), True)
-    assert Image.open(_file(gif(artist, [short, short], {}))).n_frames == 10
-
-
-def _file(data):
-    import io
-
-    return io.BytesIO(data)
+    assert Image.open(io.BytesIO(gif(artist, [short, short], {}))).n_frames == 10
 
 
 def test_an_episode_ends_before_a_number_that_is_not_finite():
@@ -223,23 +228,29 @@ def test_a_run_keeps_an_early_a_middle_and_a_late_episode(finished):
         assert Image.open(file).n_frames == about["lengths"][0] + 1
     _, evaluation = evaluate(finished.path)
     assert read_about(files[-1])["returns"] == [evaluation.returns[0][0]]
-    report = (finished.path / "report.html").read_text()
-    assert report.count("data:image/gif;base64,") == 3
-    assert f"step 64, seed 0 (lane 0): return {evaluation.returns[0][0]:g} in {evaluation.lengths[0][0]} steps" in report
+    text = (finished.path / "report.html").read_text()
+    assert text.count("data:image/gif;base64,") == 3
+    assert f"step 64, seed 0 (lane 0): return {evaluation.returns[0][0]:g} in {evaluation.lengths[0][0]} steps" in text
 
 
 def test_nothing_else_depends_on_pictures(finished, tmp_path):
-    """Nor do pictures depend on where a run was stopped; a run that is not asked for them makes none."""
-    e = load(None, {**TINY, "out": str(tmp_path / "plain")})
-    assert not (run(e).path / "samples").exists() and e.hash == finished.experiment.hash
-    assert (e.path / "metrics.jsonl").read_bytes() == (finished.path / "metrics.jsonl").read_bytes()
-    e = load(None, {**TINY, "out": str(tmp_path / "stopped")})
+    e = load(None, {**TINY, "out": str(tmp_path)})
     with pytest.raises(KeyboardInterrupt):
-        run(e, listener=stop_after(1), draw=True)
-    assert [file.name for file in (e.path / "samples").iterdir()] == ["step-000000000000.gif"]
-    run(e, draw=True)
-    for file in (finished.path / "samples").glob("step-*"):
-        assert (e.path / "samples" / file.name).read_bytes() == file.read_bytes()
+        run(e, listener=stop_after(1))
+    assert not (e.path / "samples").exists() and e.path.name == finished.path.name
+    plain = (e.path / "metrics.jsonl").read_text()
+    assert plain and (finished.path / "metrics.jsonl").read_text().startswith(plain)
+
+
+def test_a_run_that_was_stopped_ends_with_the_same_pictures(finished, tmp_path):
+    e = load(None, {**TINY, "out": str(tmp_path)})
+    for chunks, steps in ((1, [0]), (1, [0, 32])):
+        with pytest.raises(KeyboardInterrupt):
+            run(e, listener=stop_after(chunks), draw=True)
+        files = sorted((e.path / "samples").iterdir())
+        assert [int(file.stem[5:]) for file in files] == steps
+        for file in files:
+            assert file.read_bytes() == (finished.path / "samples" / file.name).read_bytes()
 
 
 def test_eval_draws_as_many_frames_as_steps(finished, capsys):
@@ -285,27 +296,38 @@ def test_a_drawing_that_fails_does_not_stop_the_training(tmp_path):
         "from tests.experiment.test_pictures import Lamp, Wrong\n\n\ndef faint():\n    return Wrong(Lamp())\n"
     )
     events = []
-    e = load(None, {**TINY, "env": f"{tmp_path}/faint.py:faint", "out": str(tmp_path), "total_steps": 16, "evals": 1})
-    assert run(e, draw=True, listener=events.append).summary["status"] == "finished"
+    e = load(None, {**TINY, "env": f"{tmp_path}/faint.py:faint", "out": str(tmp_path)})
+    assert last_step(e, events) == 16
     notes = [event["text"] for event in events if event["event"] == "note"]
     assert [note for note in notes if note.startswith("no picture of step 0: Wrong.render must return uint8")]
 
 
 def test_environments_that_cannot_be_drawn_are_trained_as_before(tmp_path):
     events = []
-    e = load(None, {**TINY, "env": f"{__file__}:Lamp", "out": str(tmp_path), "total_steps": 16, "evals": 1})
-    run(e, draw=True, listener=events.append)
+    e = load(None, {**TINY, "env": f"{__file__}:Lamp", "out": str(tmp_path)})
+    assert last_step(e, events) == 16
     assert not (e.path / "samples").exists()
     assert not [event for event in events if "picture" in event.get("text", "")]
 
 
+def last_step(experiment, events):
+    """Trains a chunk, and notes the events."""
+    stop = stop_after(1)
+
+    def listen(event):
+        events.append(event)
+        stop(event)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(experiment, draw=True, listener=listen)
+    return events[-1]["step"]
+
+
 def test_a_report_leaves_pictures_of_others_alone(finished):
     """A GIF without our comment goes under its name."""
-    from rljax.experiment import write_report
-
     other = finished.path / "samples" / "other.gif"
     Image.new("RGB", (4, 4)).save(other)
     assert read_about(other) == {} and json.dumps(read_about(finished.path / "run.json")) == "{}"
-    page = write_report(finished.path, finished.path / "again.html").read_text()
+    page = report._samples(report.read_run(finished.path))
     assert page.count("data:image/gif") == 4 and "<figcaption>other.gif</figcaption>" in page
     other.unlink()
