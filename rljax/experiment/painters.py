@@ -305,7 +305,7 @@ def _point_swimmer(env: Any, params: Any) -> Painter:
 
 
 def _board(cells: Callable[[Any], Array], colours: Sequence[Colour], milliseconds: int = 100, gap: int = 1) -> Painter:
-    """Of ``cells``, ``(state) -> [H, W]`` numbers of colours, with a ``gap`` between them; about 240 pixels on its longer side."""
+    """Of ``cells``, ``(state) -> [H, W]`` numbers of colours, with a ``gap`` between them; about 240 pixels long."""
     palette = np.asarray(colours, np.uint8)
 
     def paint(kept: np.ndarray) -> Iterator[np.ndarray]:
@@ -320,8 +320,10 @@ def _board(cells: Callable[[Any], Array], colours: Sequence[Colour], millisecond
     return Painter(lambda state: cells(state).astype(jnp.uint8), paint, milliseconds)
 
 
-def _put(board: Array, row: Any, column: Any, number: int) -> Array:
-    return board.at[jnp.asarray(row, jnp.int32), jnp.asarray(column, jnp.int32)].set(number, mode="drop")
+def _put(board: Array, place: Any, number: int) -> Array:
+    """A number at ``place``, row and column; nothing where that is off the board."""
+    row, column = (jnp.asarray(x, jnp.int32) for x in (place[0], place[1]))
+    return board.at[row, column].set(number, mode="drop")
 
 
 def _minatar(*channels: tuple[int, Colour]) -> Callable[[Any, Any], Painter]:
@@ -352,7 +354,7 @@ def _pong(env: Any, params: Any) -> Painter:
 def _catch(env: Any, params: Any) -> Painter:
     def cells(state: Any) -> Array:
         board = jnp.zeros((env.rows, env.columns), jnp.int32)
-        return _put(_put(board, state.paddle_y, state.paddle_x, 1), state.ball_y, state.ball_x, 2)
+        return _put(_put(board, (state.paddle_y, state.paddle_x), 1), (state.ball_y, state.ball_x), 2)
 
     return _board(cells, [NIGHT, SKY, YELLOW], 150)
 
@@ -361,7 +363,7 @@ def _deep_sea(env: Any, params: Any) -> Painter:
     def cells(state: Any) -> Array:
         rows, columns = jnp.indices((env.size, env.size))
         board = jnp.where(columns > rows, 1, 0).at[-1, -1].set(3)  # nobody gets to the right of the diagonal
-        return _put(board, state.row, state.column, 2)
+        return _put(board, (state.row, state.column), 2)
 
     return _board(cells, [(28, 74, 120), (16, 40, 66), ORANGE, YELLOW], 200)
 
@@ -370,7 +372,7 @@ def _rooms(env: Any, params: Any) -> Painter:
     walls = 1 - np.asarray(env.env_map, np.int32)
 
     def cells(state: Any) -> Array:
-        return _put(_put(jnp.asarray(walls), *state.goal, 2), *state.pos, 3)
+        return _put(_put(jnp.asarray(walls), state.goal, 2), state.pos, 3)
 
     return _board(cells, [WHITE, DARK, GREEN, ORANGE], 100)
 
@@ -379,7 +381,7 @@ def _frozen_lake(env: Any, params: Any) -> Painter:
     tiles = np.asarray(env.desc, np.int32)  # start, frozen, hole, goal
 
     def cells(state: Any) -> Array:
-        return _put(jnp.asarray(tiles), state.position // env.ncol, state.position % env.ncol, 4)
+        return _put(jnp.asarray(tiles), (state.position // env.ncol, state.position % env.ncol), 4)
 
     return _board(cells, [(205, 228, 244), (226, 240, 250), NIGHT, GREEN, ORANGE], 250)
 
@@ -387,7 +389,7 @@ def _frozen_lake(env: Any, params: Any) -> Painter:
 def _goal_grid(env: GoalGrid) -> Painter:
     def cells(state: Any) -> Array:
         board = jnp.zeros((env.size, env.size), jnp.int32).at[-1, -1].set(1)
-        return _put(board, *state[0], 2)
+        return _put(board, state[0], 2)
 
     return _board(cells, [WHITE, GREEN, ORANGE], 150)
 
@@ -529,7 +531,7 @@ def _brax(env: Any) -> Painter:
             if has_floor:
                 _floor(scene, centre[t], half, low[1], screen, is_side)
             for i in np.argsort(-depth[t], kind="stable"):
-                scene.capsule(*flat[t, i], geoms.radius[i], geoms.colours[i])
+                scene.capsule(flat[t, i, 0], flat[t, i, 1], geoms.radius[i], geoms.colours[i])
             yield scene.pixels()
 
     def keep(state: Any) -> Any:
