@@ -531,7 +531,7 @@ def _brax(env: Any) -> Painter:
             if has_floor:
                 _floor(scene, centre[t], half, low[1], screen, is_side)
             for i in np.argsort(-depth[t], kind="stable"):
-                scene.capsule(flat[t, i, 0], flat[t, i, 1], geoms.radius[i], geoms.colours[i])
+                scene.capsule(flat[t, i, 0], flat[t, i, 1], float(geoms.radius[i]), geoms.colours[i])
             yield scene.pixels()
 
     def keep(state: Any) -> Any:

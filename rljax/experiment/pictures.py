@@ -138,21 +138,30 @@ def gif(artist: Painter, episodes: list[Episode], about: dict[str, Any]) -> byte
     """An animated GIF of `frames`, about `FRAMES` of them, with ``about`` as JSON in its comment."""
     every = max(1, -(-sum(len(episode.rewards) for episode in episodes) // FRAMES))
     images = [Image.fromarray(frame) for frame in frames(artist, episodes, every)]
-    few = images[:: max(1, len(images) // 6)]
-    width, height = few[0].size
-    together = Image.new("RGB", (width, height * len(few)))
-    for i, image in enumerate(few):
-        together.paste(image, (0, i * height))
-    palette = together.quantize(64, Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
+    palette = _palette(images[:: max(1, len(images) // 6)])
     images = [image.quantize(palette=palette, dither=Image.Dither.NONE) for image in images]
     time = min(max(artist.milliseconds * every, SHORTEST), max(artist.milliseconds, LONGEST))
     times = [time] * (len(images) - 1) + [HELD]
     buffer = io.BytesIO()
     comment = json.dumps(about).encode()
-    images[0].save(
-        buffer, "GIF", save_all=True, append_images=images[1:], duration=times, loop=0, comment=comment, optimize=False
-    )
+    images[0].save(buffer, "GIF", save_all=True, append_images=images[1:], duration=times, loop=0, comment=comment, optimize=True)
     return buffer.getvalue()
+
+
+def _palette(images: list[Image.Image]) -> Image.Image:
+    """One for all frames, or what stands still would flicker: the commonest colours as they are, and shades for the others."""
+    width, height = images[0].size
+    together = Image.new("RGB", (width, height * len(images)))
+    for i, image in enumerate(images):
+        together.paste(image, (0, i * height))
+    counted = sorted(together.getcolors(together.width * together.height), reverse=True)
+    common = np.asarray([colour for _, colour in counted[:16]])
+    median = together.quantize(48, Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
+    shades = np.asarray(median.getpalette() or []).reshape(-1, 3)
+    distance = np.abs(shades[:, None] - common[None]).max(-1).min(1)
+    palette = Image.new("P", (1, 1))
+    palette.putpalette(np.concatenate([common, shades[distance > 8]]).ravel().tolist())
+    return palette
 
 
 def save(path: Path, artist: Painter, episodes: list[Episode], about: dict[str, Any]) -> dict[str, Any]:
