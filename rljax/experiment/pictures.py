@@ -154,7 +154,7 @@ def _palette(images: list[Image.Image]) -> Image.Image:
     together = Image.new("RGB", (width, height * len(images)))
     for i, image in enumerate(images):
         together.paste(image, (0, i * height))
-    counted = sorted(together.getcolors(together.width * together.height), reverse=True)
+    counted = sorted(together.getcolors(together.width * together.height) or [], reverse=True)
     common = np.asarray([colour for _, colour in counted[:16]])
     median = together.quantize(48, Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
     shades = np.asarray(median.getpalette() or []).reshape(-1, 3)

@@ -13,8 +13,9 @@ from rljax import cli
 from rljax.envs import Box, Discrete, make_env, restart, transition
 from rljax.envs.wrappers import Wrapper
 from rljax.experiment import InputError, evaluate, load, picture, report, run
+from rljax.experiment.lanes import build
 from rljax.experiment.painters import BLUE, GREEN, GYMNAX, ORANGE, painter
-from rljax.experiment.pictures import FRAMES, Episode, _cut, frames, gif, read_about
+from rljax.experiment.pictures import FRAMES, Camera, Episode, _cut, frames, gif, read_about
 from tests.experiment.runs import stop_after
 
 OWN = ("GoalGrid", "StatelessCartPole", "TicTacToe")
@@ -289,6 +290,15 @@ def test_eval_draws_in_another_environment_and_says_what_cannot_be_drawn(finishe
     assert "--lane goes with --gif" in capsys.readouterr().err
     with pytest.raises(InputError, match=r"Wrong\.render must return uint8"):
         picture(finished.path, 0, overrides={"env": f"{__file__}:Wrong", "env_params.env": Lamp()})
+
+
+def test_lanes_that_sweep_the_environment_are_drawn_as_theirs_is(tmp_path):
+    """With one compiled program for both."""
+    program = build(load(None, {**TINY, "seeds": [0], "sweep.env_params.length": [0.25, 0.5], "out": str(tmp_path)}))
+    camera, states = Camera(program), program.init(program.lanes, program.data)
+    short, long = (next(frames(camera.painter(lane), camera.play(states, lane))) for lane in (0, 1))
+    assert np.sum((long == ORANGE).all(-1)) > 1.5 * np.sum((short == ORANGE).all(-1))
+    assert camera._play._cache_size() == 1
 
 
 def test_a_drawing_that_fails_does_not_stop_the_training(tmp_path):
