@@ -19,7 +19,6 @@ from PIL import Image, ImageDraw
 from rljax.envs import Environment, Tokens
 from rljax.envs.brax import BraxEnvironment
 from rljax.envs.goal import GoalGrid
-from rljax.envs.gymnax import GymnaxEnvironment
 from rljax.envs.tictactoe import TicTacToe
 from rljax.envs.wrappers import Wrapper
 
@@ -61,6 +60,8 @@ def painter(env: Environment) -> Painter:
     Raises:
       ValueError: nobody can draw it; one line that says what to add.
     """
+    from rljax.envs.gymnax import GymnaxEnvironment  # gymnax computes as it is imported, which must wait until hosts have joined
+
     if isinstance(env, Wrapper) and not hasattr(type(env), "render"):
         inner = painter(env.env)
         wrapper = env
