@@ -109,6 +109,9 @@ class Randomized(Wrapper):
         super().__init__(make(**{name: (span["low"] + span["high"]) / 2 for name, span in ranges.items()}))
         self._make, self._ranges = make, ranges
 
+    def inner_state(self, state: Any) -> Any:
+        return state[0]
+
     def reset(self, key: Array) -> tuple[Any, TimeStep]:
         reset_key, draw_key = jax.random.split(key)
         keys = jax.random.split(draw_key, len(self._ranges))
