@@ -111,6 +111,8 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument(
                 "--transcript", action="store_true", help="what a language model says, 4 episodes a lane or --episodes"
             )
+            command.add_argument("--gif", action="store_true", help="draw an episode of one lane, or --episodes of them")
+            command.add_argument("--lane", type=int, help="of --gif; default: the one with the highest return")
             command.add_argument("--samples", type=int, metavar="N", help="answers to each prompt: pass@k and best of N")
             command.add_argument("--sample", action="store_true", help="draw actions as in training, not the likeliest")
             command.add_argument("--env", help="play another environment; --env_params.KEY VALUE: with other parameters")
@@ -205,7 +207,7 @@ def _run(arguments: argparse.Namespace) -> int:
     log = overrides.pop("log", ())
     experiment = _experiment(config, overrides)
     programs, members = experiment.programs(), []
-    options = {"fresh": "--fresh" in arguments.arguments, "argv": ["rljax", *sys.argv[1:]], "log": log}
+    options = {"fresh": "--fresh" in arguments.arguments, "argv": ["rljax", *sys.argv[1:]], "log": log, "draw": True}
     with _Terminated() as terminated:
         for i, program in enumerate(programs):
             if not hosts.leads():
@@ -341,6 +343,10 @@ def _eval(arguments: argparse.Namespace) -> int:
 
     if arguments.episodes is not None and arguments.episodes < 1:
         raise InputError(f"--episodes must be >= 1, got {arguments.episodes}")
+    if arguments.lane is not None and not arguments.gif:
+        raise InputError("--lane goes with --gif: an evaluation is of all lanes")
+    if arguments.gif:
+        return _gif(arguments)
     if arguments.transcript or arguments.trace:
         return _transcript(arguments)
     if arguments.samples is not None:
@@ -360,6 +366,22 @@ def _eval(arguments: argparse.Namespace) -> int:
             f"lane {lane['lane']:>3}  seed {lane['seed']:>3}{settings}  return {mean:.2f} +- {std:.2f}  "
             f"length {lengths.mean():.1f}{unfinished}"
         )
+    return 0
+
+
+def _gif(arguments: argparse.Namespace) -> int:
+    from rljax.experiment import load_run, picture
+
+    overrides = _elsewhere(arguments)
+    sizes = (arguments.lane, arguments.episodes or 1, arguments.seed)
+    file, about = picture(arguments.run, *sizes, overrides, not arguments.sample)
+    lanes = load_run(arguments.run).lanes()
+    best = f", the best of {len(lanes)}" if arguments.lane is None and len(lanes) > 1 else ""
+    where = "".join(f", {key} {value}" for key, value in overrides.items())
+    print(f"lane {about['lane']}, seed {about['seed']}{best}, after {about['step']:,} steps{where}")
+    for score, length, finished in zip(about["returns"], about["lengths"], about["finished"], strict=True):
+        print(f"return {score:.6g} in {length:,} steps{'' if finished else ', unfinished'}")
+    print(file)
     return 0
 
 

@@ -50,8 +50,8 @@ class GymnaxEnvironment:
     """
 
     def __init__(self, env: Any, params: Any):
-        self._env = env
-        self._params = params
+        self.env = env
+        self.params = params
         self.observation_space = _convert(env.observation_space(params))
         self.action_space = _convert(env.action_space(params))
         key = jax.random.key(0)
@@ -63,12 +63,12 @@ class GymnaxEnvironment:
         self._state_type = types(jax.eval_shape(lambda: strong(env.reset_env(key, params)[1])))
 
     def reset(self, key: Array) -> tuple[Any, TimeStep]:
-        observation, state = self._env.reset_env(key, self._params)
+        observation, state = self.env.reset_env(key, self.params)
         return like(self._state_type, state), restart(self._observation(observation))
 
     def step(self, key: Array, state: Any, action: Array) -> tuple[Any, TimeStep]:
-        observation, state, reward, terminated, _ = self._env.step_env(key, state, action, self._params)
-        truncated = self._env.is_truncated(state, self._params)
+        observation, state, reward, terminated, _ = self.env.step_env(key, state, action, self.params)
+        truncated = self.env.is_truncated(state, self.params)
         timestep = transition(self._observation(observation), reward, terminated, truncated)
         return like(self._state_type, state), timestep
 

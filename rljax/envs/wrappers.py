@@ -50,6 +50,10 @@ class Wrapper:
         twin.env = inner
         return twin
 
+    def inner_state(self, state: Any) -> Any:
+        """The state of ``env`` in one of this wrapper; a subclass that keeps more in its own takes it out."""
+        return state
+
     def reset(self, key: Array) -> tuple[Any, TimeStep]:
         return self.env.reset(key)
 
@@ -63,6 +67,9 @@ class TimeLimit(Wrapper):
     def __init__(self, env: Environment, max_steps: Any):
         super().__init__(env)
         self.max_steps = max_steps
+
+    def inner_state(self, state: Any) -> Any:
+        return state[0]
 
     def reset(self, key: Array) -> tuple[Any, TimeStep]:
         state, timestep = self.env.reset(key)
@@ -101,6 +108,9 @@ class Randomized(Wrapper):
         """
         super().__init__(make(**{name: (span["low"] + span["high"]) / 2 for name, span in ranges.items()}))
         self._make, self._ranges = make, ranges
+
+    def inner_state(self, state: Any) -> Any:
+        return state[0]
 
     def reset(self, key: Array) -> tuple[Any, TimeStep]:
         reset_key, draw_key = jax.random.split(key)

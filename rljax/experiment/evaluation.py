@@ -28,6 +28,51 @@ class Evaluation(struct.PyTreeNode):
     finished: Array
 
 
+class Playing(struct.PyTreeNode):
+    """Episodes ``[E]`` that are being played.
+
+    Attributes:
+      step: int32 ``[]``, of all of them.
+      env_state, timestep, carry: the environments', and the agent's memory.
+      result: so far. The play of an episode that has finished goes on, and counts no more.
+    """
+
+    step: Array
+    env_state: Any
+    timestep: TimeStep
+    carry: Any
+    result: Evaluation
+
+
+def begin(agent: Agent, env: Environment, state: Any, key: Array, episodes: int, data: Any = None) -> Playing:
+    """The episodes at their start. The first ones are the same however many there are."""
+    env_state, timestep = jax.vmap(env.reset)(spread(jax.random.split(key, episodes)))
+    carry = agent.start(state, timestep, *_extra(data))
+    result = Evaluation(jnp.zeros(episodes), jnp.zeros(episodes, jnp.int32), jnp.zeros(episodes, bool))
+    return Playing(jnp.zeros((), jnp.int32), env_state, timestep, carry, result)
+
+
+def advance(
+    agent: Agent, env: Environment, state: Any, key: Array, playing: Playing, greedy: bool = True, data: Any = None
+) -> Playing:
+    """One step of every episode; ``key`` is the same for all steps."""
+    result = playing.result
+    act_key, env_key = jax.random.split(jax.random.fold_in(key, playing.step))
+    carry, action = agent.act(state, playing.carry, playing.timestep, act_key, greedy, *_extra(data))
+    env_keys = jax.random.split(env_key, result.returns.shape[0])
+    env_state, timestep = jax.vmap(env.step)(env_keys, playing.env_state, action)
+    result = Evaluation(
+        returns=result.returns + jnp.where(result.finished, 0.0, timestep.reward),
+        lengths=result.lengths + ~result.finished,
+        finished=result.finished | timestep.done,
+    )
+    return Playing(playing.step + 1, env_state, timestep, carry, result)
+
+
+def _extra(data: Any) -> tuple[Any, ...]:
+    return () if data is None else (data,)
+
+
 def evaluate_agent(
     agent: Agent, env: Environment, state: Any, key: Array, episodes: int, max_steps: int, greedy: bool = True, data: Any = None
 ) -> Evaluation:
@@ -40,28 +85,15 @@ def evaluate_agent(
         values = agent.measure(state, key, episodes, data)
         return Evaluation(values, jnp.zeros(episodes, jnp.int32), jnp.ones(episodes, bool))
     reset_key, play_key = jax.random.split(key)
-    env_state, timestep = jax.vmap(env.reset)(spread(jax.random.split(reset_key, episodes)))
-    extra = () if data is None else (data,)
-    zeros = Evaluation(jnp.zeros(episodes), jnp.zeros(episodes, jnp.int32), jnp.zeros(episodes, bool))
 
-    def running(loop):
-        step, _, _, _, result = loop
-        return (step < max_steps) & ~all_ended(result.finished)
+    def running(playing: Playing) -> Array:
+        return (playing.step < max_steps) & ~all_ended(playing.result.finished)
 
-    def play(loop):
-        step, env_state, timestep, carry, result = loop
-        act_key, env_key = jax.random.split(jax.random.fold_in(play_key, step))
-        carry, action = agent.act(state, carry, timestep, act_key, greedy, *extra)
-        env_state, timestep = jax.vmap(env.step)(jax.random.split(env_key, episodes), env_state, action)
-        result = Evaluation(
-            returns=result.returns + jnp.where(result.finished, 0.0, timestep.reward),
-            lengths=result.lengths + ~result.finished,
-            finished=result.finished | timestep.done,
-        )
-        return step + 1, env_state, timestep, carry, result
+    def play(playing: Playing) -> Playing:
+        return advance(agent, env, state, play_key, playing, greedy, data)
 
-    start = (jnp.zeros((), jnp.int32), env_state, timestep, agent.start(state, timestep, *extra), zeros)
-    _, env_state, _, _, result = jax.lax.while_loop(running, play, start)
+    playing = jax.lax.while_loop(running, play, begin(agent, env, state, reset_key, episodes, data))
+    env_state, result = playing.env_state, playing.result
     outcome = getattr(env, "outcome", None)
     if outcome is None:
         return result

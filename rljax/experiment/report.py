@@ -20,6 +20,7 @@ import numpy as np
 
 from rljax.experiment import page
 from rljax.experiment.health import sentence
+from rljax.experiment.pictures import read_about
 from rljax.experiment.statistics import bootstrap_interval, bootstrap_intervals, iqm, normalized_score
 
 EVALUATION, TRAINING = "eval/return", "episode/return"
@@ -518,10 +519,10 @@ def _seed_table(summary: dict) -> str:
 
 def _samples(run: Run) -> str:
     parts = []
-    for file in sorted((run.path / "samples").rglob("*")):
+    for file in sorted((run.path / "samples").rglob("*"), key=lambda file: (file.stem[:5] != "step-", file)):
         name = str(file.relative_to(run.path / "samples"))
         if file.suffix == ".gif":
-            parts.append(page.image(file.read_bytes(), name, "gif"))
+            parts.append(page.image(file.read_bytes(), _picture_caption(file) or name, "gif"))
         elif file.suffix == ".txt":
             text = escape(file.read_text(encoding="utf-8", errors="replace"))
             parts.append(f"<figcaption>{escape(name)}</figcaption><pre>{text}</pre>")
@@ -534,6 +535,20 @@ def _samples(run: Run) -> str:
             lines.append(f"seed {row['seed']:>3}  reward {reward:>7}  {row['prompt']!r} -> {row['completion']!r}")
         parts.append(f"<figcaption>step {head['step']:,}</figcaption><pre>{escape(chr(10).join(lines))}</pre>")
     return "".join(parts)
+
+
+def _picture_caption(file: Path) -> str:
+    """What a GIF shows; empty where it does not say so."""
+    about = read_about(file)
+    try:
+        returns, lengths = about.pop("returns"), about.pop("lengths")
+        unfinished = "" if all(about.pop("finished")) else ", unfinished"
+        step, lane, seed = (about.pop(key) for key in ("step", "lane", "seed"))
+        values = f", {setting_label(about)}" if about else ""
+        score = f"return {', '.join(f'{value:.6g}' for value in returns)} in {', '.join(map(_count, lengths))} steps{unfinished}"
+        return f"step {_count(step)}, seed {seed} (lane {lane}){values}: {score}"
+    except (KeyError, TypeError):
+        return ""
 
 
 def _provenance(run: Run, summary: dict) -> str:

@@ -5,6 +5,7 @@ import dataclasses
 import datetime
 import errno
 import fcntl
+import functools
 import json
 import math
 import os
@@ -29,7 +30,7 @@ from rljax.agents import Agent, make_agent
 from rljax.agents.base import agent_module, whole
 from rljax.envs import Box, Discrete, make_env, space_text
 from rljax.envs.wrappers import as_evaluated
-from rljax.experiment import artifact, data, health, hosts, report, sinks, traces
+from rljax.experiment import artifact, data, health, hosts, pictures, report, sinks, traces
 from rljax.experiment.checkpoint import Checkpoints, SaveError
 from rljax.experiment.config import Experiment, InputError, elsewhere, file_digest, load
 from rljax.experiment.evaluation import Evaluation
@@ -80,6 +81,7 @@ def run(
     argv: list[str] | None = None,
     stop: Callable[[], bool] = lambda: False,
     log: str | Sequence[str] = (),
+    draw: bool = False,
 ) -> Result:
     """Trains every lane of an experiment, in its run directory; resumes what is there.
 
@@ -89,8 +91,9 @@ def run(
       listener: called with a dict at each event: ``start``, ``chunk``, ``evaluation``, ``note`` and ``end``.
       argv: recorded in ``run.json``.
       stop: asked after each chunk; where it is true, the run saves and stops. Of several processes the first is asked.
-      log: where its metrics go besides, names of `rljax.experiment.sinks.SINKS`. A run that has finished is sent there too. What
-        runs first is logged likewise.
+      log: where its metrics go besides, names of `rljax.experiment.sinks.SINKS`. A run that has finished is sent there too.
+      draw: writes a GIF of an episode into ``samples/`` at the first, the middle and the last evaluation, of an environment that
+        can be drawn. Nothing else that a run writes depends on it. What runs first is logged and drawn likewise.
 
     Raises:
       Stopped: ``stop`` was true before the end; the same run goes on from there.
@@ -100,6 +103,7 @@ def run(
     say = listener or (lambda event: None)
     path = experiment.path
     log = hosts.lead(lambda: sinks.check(log))
+    first = functools.partial(run, listener=listener, argv=argv, stop=stop, log=log, draw=draw)
 
     def found() -> dict[str, Any]:
         """What ``run.json`` says, from when the directory is held."""
@@ -133,7 +137,7 @@ def run(
             program = build(source)
             _check_params(experiment, jax.eval_shape(program.init, program.lanes, None).params)
             say({"event": "note", "text": f"first {source.name}, which this starts from"})
-            states = _trained("start_from", run(source, listener=listener, argv=argv, stop=stop, log=log))
+            states = _trained("start_from", first(source))
             return _check_params(experiment, _params_of(states, source, experiment))
 
         def pay() -> Any:
@@ -142,11 +146,10 @@ def run(
             if source is None:
                 return None
             say({"event": "note", "text": f"first {source.name}, which pays"})
-            trained = _trained("reward_from", run(source, listener=listener, argv=argv, stop=stop, log=log))
-            return _params_of(trained, source, experiment)
+            return _params_of(_trained("reward_from", first(source)), source, experiment)
 
         try:
-            return _train(experiment, path, info, say, argv or sys.argv, start, pay, stop, logs)
+            return _train(experiment, path, info, say, argv or sys.argv, start, pay, stop, logs, draw)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise SaveError(f"cannot write to {path}: {error.strerror}; its last checkpoint stays valid") from error
@@ -289,6 +292,7 @@ def _train(
     pay: Callable[[], Any],
     stop: Callable[[], bool],
     logs: sinks.Sinks,
+    draw: bool,
 ) -> Result:
     clock = time.perf_counter
     began = clock()
@@ -393,6 +397,24 @@ def _train(
             episodes = traces.rows(transcript, program.env, experiment.lanes(), step)
             traces.write(path / "samples" / f"step-{step:012d}.jsonl", head, episodes)
 
+    camera = _camera(program) if draw else None
+    evaluated = [chunk for chunk in range(program.num_chunks + 1) if chunk == 0 or program.evaluates_at(chunk)]
+    pictured = {evaluated[0], evaluated[len(evaluated) // 2], evaluated[-1]}
+
+    def keep_picture() -> None:
+        lost = {failure["lane"] for failure in metrics.failed}
+        lane = next((lane for lane in halving.left if lane not in lost), None)
+        if camera is None or lane is None or done not in pictured:
+            return
+        step = program.steps_at(done)
+        try:
+            episodes = camera.play(states, lane)
+            if hosts.leads():
+                file = path / "samples" / f"step-{step:012d}.gif"
+                pictures.save(file, camera.painter(lane), episodes, {"step": step, **experiment.lanes()[lane]})
+        except Exception as error:  # a user's own drawing may fail in any way, and training goes on
+            say({"event": "note", "text": f"no picture of step {step:,}: {(str(error).splitlines() or [repr(error)])[0]}"})
+
     def decide() -> tuple[bool, bool]:
         """Whether to save now, and to stop after that."""
         is_last = done == program.num_chunks
@@ -417,6 +439,7 @@ def _train(
             first = program.fetch(evaluate_program(program.lanes, states, program.data))
             metrics.write(program.steps_at(0), None, None, first, halving.left)
             keep_transcripts()
+            keep_picture()
         while done < program.num_chunks:
             chunk_began = clock()
             states, totals, finite = chunk_program(program.lanes, states, program.data)
@@ -436,6 +459,7 @@ def _train(
                         f"{failure['step']:,}: {failure['reason']}; the other lanes go on",
                     }
                 )
+            keep_picture()
             warn(after=program.steps_at(done - 1))
             if found := halving.drop(metrics.rows) if evaluation is not None else []:
                 dropped = "; ".join(report.setting_label(drop["values"]) for drop in found)
@@ -474,6 +498,14 @@ def _train(
 
     hosts.lead(finish)
     return result(path, program.fetch(states))
+
+
+def _camera(program: Program) -> pictures.Camera | None:
+    """None where the environment cannot be drawn."""
+    try:
+        return pictures.Camera(program)
+    except ValueError:
+        return None
 
 
 def _trace_head(
@@ -709,6 +741,55 @@ def evaluate(
     experiment = dataclasses.replace(experiment, **{k: v for k, v in changes.items() if v is not None})
     program, _, steps, states = _reopen(experiment, path, overrides=overrides, greedy=greedy, paid=False)
     return steps, program.fetch(program.evaluate(program.lanes, program.pad(states), program.data))
+
+
+def picture(
+    path: str | Path,
+    lane: int | None = None,
+    episodes: int = 1,
+    seed: int | None = None,
+    overrides: dict[str, Any] | None = None,
+    greedy: bool = True,
+) -> tuple[Path, dict[str, Any]]:
+    """Plays episodes with the last policy of one lane, by default the first of its evaluation, and writes them as a GIF.
+
+    Args:
+      path: of the run directory.
+      lane: whose policy; by default the one with the highest return at its last evaluation.
+      episodes: one after the other.
+      seed: of the episodes.
+      overrides, greedy: see `evaluate`.
+
+    Returns:
+      ``(samples/eval_lane<lane>.gif of the run, what it shows)``: ``step``, ``lane``, ``seed``, the swept values, and
+      ``returns``, ``lengths`` and ``finished`` of the episodes.
+
+    Raises:
+      InputError: see `evaluate`; no such lane; an environment that cannot be drawn.
+    """
+    experiment = load_run(path)
+    lanes = experiment.lanes()
+    if lane is None:
+        lane = _best_lane(path)
+    if not 0 <= lane < len(lanes):
+        raise InputError(f"--lane: {path} has lanes 0 to {len(lanes) - 1}, got {lane}")
+    if seed is not None:
+        experiment = dataclasses.replace(experiment, eval_seed=seed)
+    program, _, steps, states = _reopen(experiment, path, overrides=overrides, greedy=greedy, paid=False)
+    about = {"step": steps, **lanes[lane], **{key: str(value) for key, value in (overrides or {}).items()}}
+    file = Path(path) / "samples" / f"eval_lane{lane}.gif"
+    try:
+        camera = pictures.Camera(program, episodes, greedy)
+        return file, pictures.save(file, camera.painter(lane), camera.play(program.pad(states), lane), about)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+
+
+def _best_lane(path: str | Path) -> int:
+    """Of the settings that go on; the first where no return is known."""
+    settings = [setting for setting in report.summarize(path)["settings"] if setting["dropped"] is None]
+    seeds = [seed for setting in settings for seed in setting["seeds"]]
+    return max(seeds, key=lambda seed: seed["return"])["lane"] if seeds else 0
 
 
 def train(experiment: Experiment) -> tuple[Any, dict[str, Array], Evaluation]:
