@@ -19,7 +19,7 @@ from rljax.networks.distributions import mask_logits
 from rljax.ops import bandits
 from rljax.options import config, static, traced
 
-MODELS = ("linear", "means")
+ESTIMATES = ("linear", "means")
 
 
 @config
@@ -28,7 +28,7 @@ class Config:
     decay: float = traced(50.0, "decisions before epsilon falls from 1, as decay / t; 0: it is as in the end from the start", low=0)
     ridge: float = traced(1.0, "weight of the squared coefficients beside the squared errors, lambda", above=0)
     discount: float = traced(1.0, "what a decision counts after one more; below 1 forgets", above=0, high=1)
-    model: str = static("linear", "of the rewards: linear in the context, or means, whatever the context", choices=MODELS)
+    estimate: str = static("linear", "of rewards: linear in the context, or means, whatever the context", choices=ESTIMATES)
     num_envs: int = static(1, "environments side by side, that decide at once", low=1)
     num_steps: int = static(100, "decisions of each environment in one call of step", low=1)
 
@@ -47,7 +47,7 @@ class Learner(struct.PyTreeNode):
 
 def bandit(config: Config, num_actions: int, context_size: int) -> Bandit:
     """Epsilon-greedy as pure functions."""
-    size = context_size + 1 if config.model == "linear" else 1
+    size = context_size + 1 if config.estimate == "linear" else 1
 
     def features(context: Array) -> Array:
         return with_intercept(context)[..., -size:]

@@ -35,7 +35,7 @@ class Config:
     num_updates: int = static(50, "gradient steps after every num_steps decisions", low=1)
     num_envs: int = static(1, "environments side by side, that decide at once", low=1)
     num_steps: int = static(100, "decisions of each environment in one call of step, between trainings of the network", low=1)
-    hidden: tuple[int, ...] = static((32, 32), "sizes of the hidden layers; the last is what the regression sees")
+    hidden: tuple[int, ...] = static((32, 16), "sizes of the hidden layers; the last is what the regression sees")
     activation: str = static("tanh", "of the hidden layers", choices=tuple(ACTIVATIONS))
 
 

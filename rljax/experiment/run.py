@@ -563,7 +563,7 @@ def _reopen(
     if not overrides and greedy:
         return own, number, steps, states
     if overrides and lane_agent(experiment, 0).measure is not None:
-        raise InputError(f"{path}: a {experiment.algo_name} is measured on pairs of its own, and plays in no other environment")
+        raise InputError(f"{path}: a {experiment.algo_name} is measured by itself, and plays in no other environment")
     place = elsewhere(experiment, overrides or {})
     program = dataclasses.replace(build(experiment, place=place, greedy=greedy), data=own.data)
     here, there = (_of_one_lane(jax.eval_shape(p.init, p.lanes, p.data).params) for p in (program, own))
@@ -877,6 +877,7 @@ class _Metrics:
         self._lanes = lanes
         self.failed: list[dict[str, Any]] = []
         self.rows: list[dict[str, Any]] = []
+        self._regret = dict.fromkeys(range(len(lanes)), 0.0)  # of each lane, what its decisions have cost so far
         kept = []
         if path.exists():
             for line in path.read_text().splitlines():
@@ -887,6 +888,7 @@ class _Metrics:
                 if row["step"] <= last_step:
                     kept.append(line)
                     self.rows.append(row)
+                    self._regret[row["lane"]] = row.get(report.REGRET) or 0.0
                     self._note_failure(row)
         if hosts.leads():
             temporary = path.with_suffix(".tmp")
@@ -908,6 +910,9 @@ class _Metrics:
             row: dict[str, Any] = {"step": step, **lane}
             if totals is not None and finite is not None:
                 row |= _finalize({name: (s[i], n[i]) for name, (s, n) in totals.items()})
+                if "regret" in totals:
+                    self._regret[i] += float(totals["regret"][0][i])
+                    row[report.REGRET] = self._regret[i]
                 row["finite"] = bool(finite[i])
             if evaluation is not None:
                 returns = np.asarray(evaluation.returns[i], np.float64)

@@ -50,22 +50,21 @@ def linear_posterior(stats: LinearStats, x: Array, ridge: Array | float) -> tupl
     algorithm 1). With noise of variance s and a prior N(0, v I) of the weights, ``ridge = s / v`` makes the first the mean of the
     posterior of the expected reward, and s times the second its variance.
 
-    By Cholesky, whose rows are eliminated here together with their right-hand sides: neither can lose its sign. Calls of LAPACK
-    from several CPU devices at once could wait for each other for ever.
+    By Cholesky and forward substitution, so that a square is one in float32 too. Written out, since calls of LAPACK from several
+    CPU devices at once can wait for each other for ever.
     """
     size = x.shape[-1]
 
     def solve(gram: Array, moment: Array) -> tuple[Array, Array]:
         table = jnp.concatenate([gram + ridge * jnp.eye(size), moment[:, None], x.T], axis=1)
 
-        def eliminate(table: Array, j: Array) -> tuple[Array, Array]:
-            row = table[j]
+        def add_row(j: Array, rows: Array) -> Array:
+            row = table[j] - (rows[:, j][:, None] * rows).sum(0)
             # No pivot is below the smallest eigenvalue of A, which is no less than the ridge: only rounding could have it there.
-            row = row * jax.lax.rsqrt(jnp.maximum(row[j], ridge))
-            below = jnp.where(jnp.arange(size) > j, row[:size], 0.0)
-            return table - below[:, None] * row, row[size:]
+            return rows.at[j].set(row * jax.lax.rsqrt(jnp.maximum(row[j], ridge)))
 
-        half = jax.lax.scan(eliminate, table, jnp.arange(size))[1]  # L^-1 [b, x_1, ..., x_N] with A = L L^T
+        # Row by row L^-1 [A, b, x_1, ..., x_N] with A = L L^T: L^T, and the right-hand sides that are solved for on the way.
+        half = jax.lax.fori_loop(0, size, add_row, jnp.zeros_like(table))[:, size:]
         return half[:, 0] @ half[:, 1:], jnp.square(half[:, 1:]).sum(0)
 
     mean, square = jax.vmap(solve)(stats.gram, stats.moment)
