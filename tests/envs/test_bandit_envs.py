@@ -1,5 +1,7 @@
 """Bandits: rewards and regret against what is known by hand."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,8 @@ import pytest
 import rljax
 from rljax.envs import check
 from rljax.envs.bandits import BernoulliBandit, LinearBandit, Routing
+
+quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})  # compiling is all that costs here
 
 
 def test_rewards_and_regret_of_the_plain_ones():
@@ -63,11 +67,11 @@ def test_the_right_tool_depends_on_the_request_and_goes_stale():
 
         return jax.lax.scan(step, moving.reset(key), jax.random.split(key, 900))[1]
 
-    regret, walk = jax.jit(jax.vmap(life, (0, None)))(jax.random.split(jax.random.key(0), 20), 0.05)
+    regret, walk = quick_jit(jax.vmap(life, (0, None)))(jax.random.split(jax.random.key(0), 20), 0.05)
     assert regret[:, 0].max() < 1e-6
     assert regret[:, :50].mean() < 0.02 < 0.05 < regret[:, -50:].mean()
     assert float(walk[:, -1].std()) == pytest.approx(0.05 * np.sqrt(900), rel=0.2)
-    still = jax.jit(jax.vmap(life, (0, None)))(jax.random.split(jax.random.key(0), 2), 0.0)[0]
+    still = quick_jit(jax.vmap(life, (0, None)))(jax.random.split(jax.random.key(0), 2), 0.0)[0]
     assert float(still.max()) < 1e-6
 
 

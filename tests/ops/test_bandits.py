@@ -111,7 +111,7 @@ def test_replay_of_a_fixed_policy_is_unbiased():
         choices = (np.random.default_rng(1).random(len(context)) < target[context, 1]).astype(int)
         args = (jnp.asarray(choices), jnp.asarray(action), jnp.asarray(reward))
         each = ope.matched(*args, jnp.asarray(propensity) if given else None)
-        error = np.std(each) / np.sqrt(len(each))
+        error = float(np.std(each) / np.sqrt(len(each)))
         assert float(each.mean()) == pytest.approx(true, abs=4 * error)
         assert error < 0.01
         if given:  # which matter: without them the log is taken for a uniform one
