@@ -63,7 +63,9 @@ class Online:
           ValueError: an unknown name or option, a value out of its range; one line.
         """
         if name not in BANDITS:
-            raise ValueError(f"name: {name!r} does not decide online{did_you_mean(str(name), [*BANDITS])}; {', '.join(BANDITS)} do")
+            raise ValueError(
+                f"name: {name!r} does not decide online{did_you_mean(str(name), [*BANDITS])}; {', '.join(BANDITS)} do"
+            )
         for key, value, least in (("num_actions", num_actions, 1), ("context_size", context_size, 0), ("seed", seed, 0)):
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"{key} must be a whole number, {least} or more, got {value!r}")
@@ -76,7 +78,10 @@ class Online:
                 raise ValueError(f"{key} must be a number, got {value!r}")
         self.name, self.num_actions, self.context_size, self.seed = name, num_actions, context_size, seed
         self.config = agent_module(name).Config(
-            **{k: float(v) if fields[k].metadata["traced"] else tuple(v) if isinstance(v, list) else v for k, v in options.items()}
+            **{
+                k: float(v) if fields[k].metadata["traced"] else tuple(v) if isinstance(v, list) else v
+                for k, v in options.items()
+            }
         )
         self.decided = self.learned = 0
         self._sizes = (num_actions, context_size)
@@ -170,7 +175,9 @@ class Online:
             "learned": self.learned,
             "options": dataclasses.asdict(self.config),
         }
-        leaves = {f"leaf_{i}": np.asarray(x) for i, x in enumerate(jax.tree.leaves(jax.device_get(self._learner)))}
+        leaves: dict[str, Any] = {
+            f"leaf_{i}": np.asarray(x) for i, x in enumerate(jax.tree.leaves(jax.device_get(self._learner)))
+        }
         content = io.BytesIO()
         np.savez(content, head=np.asarray(json.dumps(head)), **leaves)
         path = Path(path)

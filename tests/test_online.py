@@ -10,7 +10,10 @@ from rljax import online
 from rljax.agents import epsilon_greedy
 from rljax.agents.base import BANDITS
 
-OPTIONS = {"thompson": {"noise_variance": 0.1}, "neural_linear": {"hidden": (8, 4), "buffer_size": 64, "num_steps": 10, "num_updates": 2}}
+OPTIONS = {
+    "thompson": {"noise_variance": 0.1},
+    "neural_linear": {"hidden": (8, 4), "buffer_size": 64, "num_steps": 10, "num_updates": 2},
+}
 
 
 def decider(name, **options):
@@ -136,10 +139,10 @@ def test_files_of_others_are_refused_and_a_failed_save_leaves_the_old_one(tmp_pa
     (tmp_path / "text.npz").write_text("nothing")
     np.savez(tmp_path / "arrays.npz", x=np.ones(3))
     for name in ("text.npz", "arrays.npz"):
-        with pytest.raises(ValueError, match="is no file that Online.save wrote"):
+        with pytest.raises(ValueError, match=r"is no file that Online.save wrote"):
             rljax.Online.load(tmp_path / name)
     (tmp_path / "half.npz").write_bytes(path.read_bytes()[:300])
-    with pytest.raises(ValueError, match="is no file that Online.save wrote"):
+    with pytest.raises(ValueError, match=r"is no file that Online.save wrote"):
         rljax.Online.load(tmp_path / "half.npz")
     whole = path.read_bytes()
     monkeypatch.setattr("os.fsync", lambda file: (_ for _ in ()).throw(OSError("disk full")))

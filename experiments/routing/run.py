@@ -32,7 +32,12 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "routing.json"
 PAGE, FIGURE = ROOT / "docs" / "routing.md", ROOT / "docs" / "routing.png"
-METHODS = {"linucb": "LinUCB", "thompson": "Thompson sampling", "epsilon_greedy": "epsilon-greedy", "neural_linear": "neural-linear"}
+METHODS = {
+    "linucb": "LinUCB",
+    "thompson": "Thompson sampling",
+    "epsilon_greedy": "epsilon-greedy",
+    "neural_linear": "neural-linear",
+}
 RULES = {
     "random": "a tool at random",
     "single": "the best single tool of the start",

@@ -141,9 +141,9 @@ def bandit_agent(make_bandit: Callable[[Any, int, int], Bandit], config: Any, en
 
         pool, whole = env_state.pool, jax.tree.map(spread, env_state.replace(pool=None))
         env_state, timestep = whole.replace(pool=pool), jax.tree.map(spread, timestep)
-        for key in jax.random.split(key, 2):  # the first leads to a context of each copy's own
-            _, action = act(state, (), timestep, key, True)
-            env_state, timestep = copies.step(key, env_state, action)
+        for own_key in jax.random.split(key, 2):  # the first leads to a context of each copy's own
+            _, action = act(state, (), timestep, own_key, True)
+            env_state, timestep = copies.step(own_key, env_state, action)
         return timestep.reward
 
     return Agent(init, step, start, act, config.num_envs * config.num_steps, measure=measure)

@@ -1,10 +1,8 @@
 """Epsilon-greedy: the arm of the highest estimate, or with probability epsilon any legal one.
 
-Estimates are ridge regressions of each arm's rewards on the context, or its mean reward, shrunk by the same ridge. Epsilon falls as
-one over the decisions made (Auer, Cesa-Bianchi & Fischer 2002, figure 3), down to a floor that a task which drifts needs.
+Estimates are ridge regressions of each arm's rewards on the context, or its mean reward, shrunk by the same ridge. Epsilon falls
+as one over the decisions made (Auer, Cesa-Bianchi & Fischer 2002, figure 3), down to a floor that a task which drifts needs.
 """
-
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +23,9 @@ ESTIMATES = ("linear", "means")
 @config
 class Config:
     epsilon: float = traced(0.05, "probability of a random action in the end", low=0, high=1)
-    decay: float = traced(50.0, "decisions before epsilon falls from 1, as decay / t; 0: it is as in the end from the start", low=0)
+    decay: float = traced(
+        50.0, "decisions before epsilon falls from 1, as decay / t; 0: it is as in the end from the start", low=0
+    )
     ridge: float = traced(1.0, "weight of the squared coefficients beside the squared errors, lambda", above=0)
     discount: float = traced(1.0, "what a decision counts after one more; below 1 forgets", above=0, high=1)
     estimate: str = static("linear", "of rewards: linear in the context, or means, whatever the context", choices=ESTIMATES)

@@ -1,8 +1,8 @@
-"""Neural-linear (Riquelme, Tucker & Snoek 2018, arXiv 1802.09127, section 4): Thompson sampling on what a network has learnt to see.
+"""Neural-linear (Riquelme, Tucker & Snoek 2018, arXiv 1802.09127): Thompson sampling on what a network has learnt to see.
 
-A network predicts the reward of every arm. Its last hidden layer, with a constant, is the context of a Bayesian linear regression of
-each arm, from which Thompson sampling draws. After every ``num_steps`` decisions the network is trained on those that are kept, and
-the regressions are computed anew from them. The noise has a known variance here, not a posterior of its own.
+A network predicts the reward of every arm. Its last hidden layer, with a constant, is the context of a Bayesian linear regression
+of each arm, from which Thompson sampling draws. After every ``num_steps`` decisions the network is trained on those that are
+kept, and the regressions are computed anew from them. The noise has a known variance here, not a posterior of its own.
 """
 
 from typing import Any

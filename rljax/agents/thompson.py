@@ -1,12 +1,10 @@
 """Thompson sampling: each arm is taken as often as it is likely to be the best (Thompson 1933; Chapelle & Li 2011).
 
-With a linear model (Agrawal & Goyal 2013, arXiv 1209.3352): Bayesian regression of each arm's rewards, prior N(0, prior_variance I)
-of the weights, noise of variance noise_variance. A decision needs the weights of an arm only through ``theta . x``, so that is
-drawn: ``N(mu . x, x^T Sigma x)``, independently for each arm. With the Bernoulli model: a Beta posterior of each arm's mean, whatever
-the context.
+With a linear model (Agrawal & Goyal 2013, arXiv 1209.3352): Bayesian regression of each arm's rewards, with a prior
+N(0, prior_variance I) of the weights and noise of variance noise_variance. A decision needs the weights of an arm only through
+``theta . x``, so that is drawn: ``N(mu . x, x^T Sigma x)``, independently for each arm. With the Bernoulli model: a Beta posterior of
+each arm's mean, whatever the context.
 """
-
-from typing import Any
 
 import jax
 import jax.numpy as jnp

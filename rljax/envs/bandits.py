@@ -56,7 +56,7 @@ class LinearBandit:
 
 @dataclasses.dataclass(frozen=True)
 class BernoulliBandit:
-    """One decision an episode and no context: arm a earns 1 with a probability that rises evenly from ``low`` to ``high``, else 0.
+    """One decision an episode and no context: arm a earns 1 with a probability that rises evenly from ``low`` to ``high``.
 
     Observation: always 0. ``low`` and ``high`` may be traced.
 
@@ -90,7 +90,7 @@ class BernoulliBandit:
 
 @dataclasses.dataclass(frozen=True)
 class Routing:
-    """Requests come one after the other, and each is sent to one of ``tools`` tools or models, of which the better ones cost more.
+    """Requests come one after the other, and each is sent to one of ``tools`` tools or models; the better ones cost more.
 
     Observation: float32 ``[1 + topics]``, how difficult the request is, uniform in [0, 1], and its topic, one-hot. Action: the
     tool. Tool k of K has the level ``(k + 1) / K`` and costs as much; topic ``k mod topics`` is its own. It answers with a quality

@@ -3,8 +3,8 @@
 Importance sampling needs the probabilities of both policies, and nothing else. Episodes are ``[B, T]``, with False in ``mask``
 after their end. ``log_ratio`` is ``log pi(a|s) - log mu(a|s)`` of each step: the evaluated policy over the one that played. Every
 estimator gives one number an episode, whose mean is the estimate, so that `rljax.experiment.statistics.bootstrap_interval` of
-them is its interval. `fitted_q` needs no probabilities, but a critic. `matched` and `replay` are of bandits, whose log is of single
-decisions ``[N]``.
+them is its interval. `fitted_q` needs no probabilities, but a critic. `matched` and `replay` are of bandits, whose log is of
+single decisions ``[N]``.
 """
 
 from collections.abc import Callable
@@ -170,7 +170,8 @@ def matched(choices: Array, actions: Array, rewards: Array, propensities: Array 
     """
     match = choices == actions
     weight = match * (match.shape[0] / match.sum()) if propensities is None else match / propensities
-    return jnp.where(match, weight * rewards, 0.0) + (0.0 if propensities is not None else jnp.where(match.any(), 0.0, jnp.nan))
+    each = jnp.where(match, weight * rewards, 0.0)
+    return each if propensities is not None else jnp.where(match.any(), each, jnp.nan)
 
 
 def replay(

@@ -147,23 +147,31 @@ def test_what_does_not_fit_is_one_line():
         rljax.make_agent(linucb.Config(), probes.ContinuousTarget())
     with pytest.raises(ValueError, match=r"thompson takes a flat Box or a Discrete .* Box of shape \[10, 10, 4\]"):
         rljax.make_agent(thompson.Config(), rljax.make_env("Breakout-MinAtar"))
-    with pytest.raises(ValueError, match="algo.buffer_size must be at least algo.num_envs"):
+    with pytest.raises(ValueError, match=r"algo.buffer_size must be at least algo.num_envs"):
         rljax.make_agent(neural_linear.Config(buffer_size=2, num_envs=4), probes.ActionReward())
-    with pytest.raises(ValueError, match="algo.hidden must have a layer"):
+    with pytest.raises(ValueError, match=r"algo.hidden must have a layer"):
         rljax.make_agent(neural_linear.Config(hidden=()), probes.ActionReward())
-    with pytest.raises(InputError, match="algo.alpha"):
+    with pytest.raises(InputError, match=r"algo.alpha"):
         load(None, {"env": "Routing", "seeds": [0], "total_steps": 100, "algo.name": "linucb", "algo.alpha": -1.0})
 
 
 def test_a_run_adds_up_its_regret(tmp_path):
     settings = {"env": "Routing", "seeds": [0, 1, 2], "total_steps": 400, "evals": 1, "eval_episodes": 8}
-    settings |= {"algo.name": "linucb", "algo.num_steps": 20, "sweep.algo.alpha": [0.1, 1.0], "checkpoint_seconds": 1e6, "out": str(tmp_path)}
+    settings |= {
+        "algo.name": "linucb",
+        "algo.num_steps": 20,
+        "sweep.algo.alpha": [0.1, 1.0],
+        "checkpoint_seconds": 1e6,
+        "out": str(tmp_path),
+    }
     finished = run(load(None, settings))
     rows = [json.loads(line) for line in (finished.path / "metrics.jsonl").open()]
     for lane in range(6):
         own = [row for row in rows if row["lane"] == lane and "regret" in row]
         decisions = np.diff([0, *(row["step"] for row in own)])
-        np.testing.assert_allclose(np.cumsum(decisions * [row["regret"] for row in own]), [row["regret/cumulative"] for row in own])
+        np.testing.assert_allclose(
+            np.cumsum(decisions * [row["regret"] for row in own]), [row["regret/cumulative"] for row in own]
+        )
     for setting in finished.summary["settings"]:
         alpha = setting["values"]["algo.alpha"]
         ends = [row["regret/cumulative"] for row in rows if row["step"] == 400 and row["algo.alpha"] == alpha]
