@@ -114,8 +114,8 @@ class Online:
         What comes late or in another order is taken as it comes: with ``discount`` 1 it makes no difference but for rounding.
 
         Raises:
-          ValueError: a context of another size, an action that is no arm, a reward that is not finite (or, of a Beta posterior, not
-            0 to 1); one line.
+          ValueError: a context of another size, an action that is no arm, a reward that is not finite (or, of a Beta posterior,
+            not 0 to 1); one line.
         """
         context = () if context is None else context
         self.replay(np.asarray(context, np.float32)[None] if self.context_size else None, [action], [reward])

@@ -2,8 +2,8 @@
 
 With a linear model (Agrawal & Goyal 2013, arXiv 1209.3352): Bayesian regression of each arm's rewards, with a prior
 N(0, prior_variance I) of the weights and noise of variance noise_variance. A decision needs the weights of an arm only through
-``theta . x``, so that is drawn: ``N(mu . x, x^T Sigma x)``, independently for each arm. With the Bernoulli model: a Beta posterior of
-each arm's mean, whatever the context.
+``theta . x``, so that is drawn: ``N(mu . x, x^T Sigma x)``, independently for each arm. With the Bernoulli model: a Beta
+posterior of each arm's mean, whatever the context.
 """
 
 import jax

@@ -93,8 +93,8 @@ class Routing:
     """Requests come one after the other, and each is sent to one of ``tools`` tools or models; the better ones cost more.
 
     Observation: float32 ``[1 + topics]``, how difficult the request is, uniform in [0, 1], and its topic, one-hot. Action: the
-    tool. Tool k of K has the level ``(k + 1) / K`` and costs as much; topic ``k mod topics`` is its own. It answers with a quality
-    of, on average,
+    tool. Tool k of K has the level ``(k + 1) / K`` and costs as much; topic ``k mod topics`` is its own. It answers with a
+    quality of, on average,
 
         sigmoid(sharpness (level + specialty [its own topic] - difficulty) + walk[tool, topic])
 
