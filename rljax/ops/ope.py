@@ -187,7 +187,7 @@ def replay(
     """What a policy that learns would have seen: it learns from the events that match its choice, and the others never happened.
 
     Li et al. 2011, arXiv 1003.5956, algorithm 2: of a log that was drawn uniformly, the events that are kept come as those of
-    a life of its own would, so that ``rewards[kept]`` are what it would earn in its first decisions, one after the other. A log that was
+    a life of its own, so that ``rewards[kept]`` are what it would earn in its first decisions. A log that was
     not is thinned to one that is: an event that matches is kept with probability ``min p / p``, so that what is kept does not
     depend on how likely it was to be logged.
 

@@ -72,7 +72,7 @@ SMALL = {
     "grpo of tokens": grpo.Config(num_groups=4, group_size=4, num_minibatches=2, kl_coef=0.1, model=TRANSFORMER),
     "ppo of tokens": ppo.Config(num_envs=8, num_minibatches=2, num_epochs=2, kl_coef=0.1, model=TRANSFORMER),
     "dpo": dpo.Config(num_pairs=32, batch_size=8, answers=4, model=TRANSFORMER),
-    "linucb": linucb.Config(**BANDIT),
+    "linucb": linucb.Config(alpha=3.0, **BANDIT),
     "thompson": thompson.Config(**BANDIT),
     "epsilon_greedy": epsilon_greedy.Config(epsilon=0.1, **BANDIT),
     "neural_linear": neural_linear.Config(hidden=(8, 8), buffer_size=64, num_updates=4, **BANDIT),
