@@ -172,13 +172,14 @@ def draw(kept: dict[str, Any]) -> None:
             middle = np.array([iqm(column) for column in rows.T])
             low, high = np.array([bootstrap_interval(column, resamples=1000) for column in rows.T]).T
             is_rule = method in RULES
-            color = f"{0.2 + 0.2 * list(RULES).index(method)}" if is_rule else f"C{list(METHODS).index(method)}"
+            color = f"{0.25 * list(RULES).index(method) - 0.25}" if is_rule else f"C{list(METHODS).index(method)}"
             style = ":" if is_rule else "--" if discount == 1.0 else "-"
             axis.plot(steps, middle, style, color=color, label=label(method, discount), lw=1.6)
             axis.fill_between(steps, low, high, color=color, alpha=0.15, lw=0)
         axis.set_title(f"drift {drift:g}" if drift else "no drift", loc="left", fontsize=10)
         axis.set_xlabel("requests")
         axis.set_xlim(0, steps[-1])
+        axis.set_xticks(np.arange(0, steps[-1], 2500))
         axis.set_ylim(0, 1000)
         axis.grid(color="0.93")
     axes[0].set_ylabel("cumulative regret")
