@@ -888,7 +888,8 @@ class _Metrics:
                 if row["step"] <= last_step:
                     kept.append(line)
                     self.rows.append(row)
-                    self._regret[row["lane"]] = row.get(report.REGRET) or 0.0
+                    if report.REGRET in row:
+                        self._regret[row["lane"]] = math.nan if row[report.REGRET] is None else row[report.REGRET]
                     self._note_failure(row)
         if hosts.leads():
             temporary = path.with_suffix(".tmp")
