@@ -12,6 +12,7 @@ _EXPORTS = {
     "make_env": "rljax.envs",
     "register_env": "rljax.envs",
     "make_agent": "rljax.agents",
+    "Online": "rljax.online",
     "agents": "rljax.agents",
     "envs": "rljax.envs",
     "experiment": "rljax.experiment",
@@ -19,6 +20,7 @@ _EXPORTS = {
     "ops": "rljax.ops",
 }
 __all__ = [
+    "Online",
     "__version__",
     "agents",
     "envs",
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from rljax import agents, envs, experiment, networks, ops
     from rljax.agents import make_agent
     from rljax.envs import make_env, register_env
+    from rljax.online import Online
 
 
 def __getattr__(name: str) -> Any:

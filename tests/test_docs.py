@@ -229,7 +229,8 @@ def test_page_of_an_algorithm_has_measured_results_that_are_those_of_their_pages
     assert "## Pitfalls" in text
     assert "arXiv" in text or "Williams 1992" in text
     section = text.partition("## Measured results")[2]
-    sources = "".join((ROOT / "docs" / page).read_text() for page in ("results.md", "cloning.md", "overoptimisation.md"))
+    pages = ("results.md", "cloning.md", "overoptimisation.md", "routing.md")
+    sources = "".join((ROOT / "docs" / page).read_text() for page in pages)
     rows = [line for line in section.splitlines() if line.startswith("|") and MEASURED.search(line)]
     assert rows, "a table with intervals"
     for row in rows:

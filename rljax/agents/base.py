@@ -12,10 +12,12 @@ from rljax.envs.registry import did_you_mean
 from rljax.networks import Policy
 from rljax.networks.transformer import join
 
+BANDITS = ("linucb", "thompson", "epsilon_greedy", "neural_linear")
 NAMES = (
     *("reinforce", "a2c", "ppo", "grpo", "pqn", "dqn", "c51", "sac", "td3"),
     *("bc", "iql", "cql", "td3_bc", "decision_transformer"),
     *("sft", "dpo", "reward_model"),
+    *BANDITS,
 )
 AGENTS = {name: f"rljax.agents.{name}" for name in NAMES}
 

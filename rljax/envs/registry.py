@@ -22,7 +22,10 @@ from rljax.envs.base import Environment, check
 from rljax.envs.wrappers import Randomized, ScaleReward, SelectObservation, TimeLimit, is_range
 
 OWN = {
+    "BernoulliBandit": "rljax.envs.bandits:BernoulliBandit",
     "GoalGrid": "rljax.envs.goal:GoalGrid",
+    "LinearBandit": "rljax.envs.bandits:LinearBandit",
+    "Routing": "rljax.envs.bandits:Routing",
     "StatelessCartPole": "rljax.envs.registry:stateless_cartpole",
     "TicTacToe": "rljax.envs.tictactoe:TicTacToe",
     "text": "rljax.lm.text:text",

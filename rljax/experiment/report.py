@@ -24,6 +24,7 @@ from rljax.experiment.pictures import read_about
 from rljax.experiment.statistics import bootstrap_interval, bootstrap_intervals, iqm, normalized_score
 
 EVALUATION, TRAINING = "eval/return", "episode/return"
+REGRET = "regret/cumulative"  # of a bandit, over all its decisions so far
 ENOUGH_SEEDS = 5
 TRANSCRIPT_LINES = 12  # of each of three steps: an early, a middle and the last
 BAND_RESAMPLES = 2_000
@@ -158,12 +159,23 @@ def _summarize_lanes(lanes: list[dict], metric: str, finals: dict[int, dict], fa
     return {**numbers, "low": low, "high": high, "spread": _spread(len(kept)), "seeds": kept, "failed": lost}
 
 
+def _regret(run: Run, lanes: list[int]) -> dict:
+    """`regret`, of a bandit: IQM and 95% bootstrap interval over seeds of what all decisions up to the last row have cost."""
+    last = {row["lane"]: row[REGRET] for row in run.rows if row.get(REGRET) is not None}
+    totals = np.array([last[lane] for lane in lanes if lane in last])
+    if not totals.size:
+        return {}
+    low, high = bootstrap_interval(totals) if len(totals) > 1 else (None, None)
+    return {"regret": {"iqm": float(iqm(totals)), "low": low, "high": high}}
+
+
 def summarize(run: Run | str | Path) -> dict[str, Any]:
     """The summary of a run, or of what is in its directory, ready for JSON: what is not defined is None, never NaN.
 
     Each of its `settings` (one a combination of swept values) has `iqm`, `low`, `high` (95% bootstrap interval over
     seeds; None with one seed), `mean`, `min`, `max`, `spread`, the `seeds` that count, and the `failed` ones by name; and
-    `dropped`, the step after which halving dropped it, or None: its scores are of that step, and it is not the best.
+    `dropped`, the step after which halving dropped it, or None: its scores are of that step, and it is not the best. Those of a
+    bandit whose environment knows the best arm have `regret` too, with `iqm`, `low` and `high`.
     """
     run = run if isinstance(run, Run) else read_run(run)
     info = run.info
@@ -173,6 +185,7 @@ def summarize(run: Run | str | Path) -> dict[str, Any]:
     settings = []
     for label, values, lanes in _settings(info):
         scores = _summarize_lanes(lanes, metric, finals, failed)
+        scores |= _regret(run, [seed["lane"] for seed in scores["seeds"]])
         settings.append({"label": label, "values": values, "dropped": dropped.get(lanes[0]["lane"]), **scores})
     scored = [setting for setting in settings if setting["iqm"] is not None and setting["dropped"] is None]
     kept = ("steps_asked", "steps_done", "wall_seconds", "compile_seconds", "steps_per_second", "command", "random", "data")
@@ -266,6 +279,12 @@ def _facts(summary: dict) -> list[tuple[str, str]]:
     facts += [("note", summary["note"])] if summary["note"] else []
     facts.append(("random", random_line(summary["random"], settings)))
     facts += _normalized(summary["data"] or {}, settings)
+    number = page.number_format(setting["regret"][key] for setting in settings if "regret" in setting for key in ("iqm", "high"))
+    for setting in settings:
+        if of := setting.get("regret"):
+            where = f"{setting['label']}: " if len(settings) > 1 else ""
+            bounds = "" if of["low"] is None else f" [{number(of['low'])}, {number(of['high'])}]"
+            facts.append(("regret", f"{where}{number(of['iqm'])}{bounds}, cumulative; less is better"))
     for setting in settings:
         where = f" ({setting['label']})" if len(settings) > 1 else ""
         for lost in setting["failed"]:

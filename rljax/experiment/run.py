@@ -612,7 +612,7 @@ def _reopen(
     if not overrides and greedy:
         return own, number, steps, states
     if overrides and lane_agent(experiment, 0).measure is not None:
-        raise InputError(f"{path}: a {experiment.algo_name} is measured on pairs of its own, and plays in no other environment")
+        raise InputError(f"{path}: a {experiment.algo_name} is measured by itself, and plays in no other environment")
     place = elsewhere(experiment, overrides or {})
     program = dataclasses.replace(build(experiment, place=place, greedy=greedy), data=own.data)
     here, there = (_of_one_lane(jax.eval_shape(p.init, p.lanes, p.data).params) for p in (program, own))
@@ -1016,6 +1016,7 @@ class _Metrics:
         self._lanes, self._logs = lanes, logs
         self.failed: list[dict[str, Any]] = []
         self.rows: list[dict[str, Any]] = []
+        self._regret = dict.fromkeys(range(len(lanes)), 0.0)  # of each lane, what its decisions have cost so far
         kept, counts, damaged = [], dict.fromkeys(steps, 0), ""
         for number, line in enumerate(path.read_bytes().splitlines() if path.exists() else [], 1):
             try:
@@ -1028,6 +1029,8 @@ class _Metrics:
                 kept.append(line)
                 counts[row["step"]] += 1
                 self.rows.append(row)
+                if report.REGRET in row:
+                    self._regret[row["lane"]] = math.nan if row[report.REGRET] is None else row[report.REGRET]
                 self._note_failure(row)
         if missing := [step for step, count in counts.items() if count < fewest]:
             raise InputError(f"{path}: rows of step {missing[0]:,} are missing{damaged}; --fresh starts over")
@@ -1051,6 +1054,9 @@ class _Metrics:
             row: dict[str, Any] = {"step": step, **lane}
             if totals is not None and finite is not None:
                 row |= _finalize({name: (s[i], n[i]) for name, (s, n) in totals.items()})
+                if "regret" in totals:
+                    self._regret[i] += float(totals["regret"][0][i])
+                    row[report.REGRET] = self._regret[i]
                 row["finite"] = bool(finite[i])
             if evaluation is not None:
                 returns = np.asarray(evaluation.returns[i], np.float64)

@@ -3,7 +3,8 @@
 Importance sampling needs the probabilities of both policies, and nothing else. Episodes are ``[B, T]``, with False in ``mask``
 after their end. ``log_ratio`` is ``log pi(a|s) - log mu(a|s)`` of each step: the evaluated policy over the one that played. Every
 estimator gives one number an episode, whose mean is the estimate, so that `rljax.experiment.statistics.bootstrap_interval` of
-them is its interval. `fitted_q` needs no probabilities, but a critic.
+them is its interval. `fitted_q` needs no probabilities, but a critic. `matched` and `replay` are of bandits, whose log is of
+single decisions ``[N]``.
 """
 
 from collections.abc import Callable
@@ -149,6 +150,69 @@ def fitted_q(
     again = jax.random.randint(draw_key, (resamples, episodes), 0, episodes)
     drawn = jnp.concatenate([jnp.arange(episodes)[None], again])
     return jax.jit(jax.vmap(fit))(jax.random.split(fit_key, 1 + resamples), drawn)
+
+
+def matched(choices: Array, actions: Array, rewards: Array, propensities: Array | None = None) -> Array:
+    """What a policy would earn a decision, from a log of single decisions ``[N]``: events count where it would do the same.
+
+    Without propensities the log must have been drawn uniformly, and the mean of these numbers is the mean reward over the events
+    that match: the replay method (Li et al. 2011, arXiv 1003.5956, algorithm 1), unbiased given that one matches. They depend on
+    one another. With them it is ``1[match] r / p``: inverse propensities, unbiased however the log was drawn, as long as every
+    action that the policy takes had a chance.
+
+    Args:
+      choices: int ``[N]``, of a policy that does not learn, drawn apart from the log's actions.
+      actions, rewards: ``[N]``, logged.
+      propensities: ``[N]``, the probability with which the logged action was drawn.
+
+    Returns:
+      ``[N]``; NaN where propensities are not given and nothing matches.
+    """
+    match = choices == actions
+    weight = match * (match.shape[0] / match.sum()) if propensities is None else match / propensities
+    each = jnp.where(match, weight * rewards, 0.0)
+    return each if propensities is not None else jnp.where(match.any(), each, jnp.nan)
+
+
+def replay(
+    decide: Callable[[Any, Any, Array], Array],
+    learn: Callable[[Any, Any, Array, Array], Any],
+    learner: Any,
+    contexts: Any,
+    actions: Array,
+    rewards: Array,
+    key: Array,
+    propensities: Array | None = None,
+) -> tuple[Any, Array]:
+    """What a policy that learns would have seen: it learns from the events that match its choice, and the others never happened.
+
+    Li et al. 2011, arXiv 1003.5956, algorithm 2: of a log that was drawn uniformly, the events that are kept come as those of
+    a life of its own, so that ``rewards[kept]`` are what it would earn in its first decisions. A log that was
+    not is thinned to one that is: an event that matches is kept with probability ``min p / p``, so that what is kept does not
+    depend on how likely it was to be logged.
+
+    Args:
+      decide: ``(learner, context, key) -> action``, of one decision.
+      learn: ``(learner, context, action, reward) -> learner``.
+      learner: what it begins with.
+      contexts: arrays ``[N, ...]``, in the order of the log.
+      actions, rewards: ``[N]``.
+      propensities: ``[N]``, the probability with which the logged action was drawn; None: all the same.
+
+    Returns:
+      ``(learner, kept bool [N])``.
+    """
+    accept = jnp.ones(actions.shape[0]) if propensities is None else propensities.min() / propensities
+
+    def event(learner: Any, log: tuple[Any, ...]) -> tuple[Any, Array]:
+        context, action, reward, accept, key = log
+        decide_key, accept_key = jax.random.split(key)
+        kept = (decide(learner, context, decide_key) == action) & (jax.random.uniform(accept_key) < accept)
+        after = learn(learner, context, action, reward)
+        return jax.tree.map(lambda new, old: jnp.where(kept, new, old), after, learner), kept
+
+    keys = jax.random.split(key, actions.shape[0])
+    return jax.lax.scan(event, learner, (contexts, actions, rewards, accept, keys))
 
 
 def _returns(rewards: Array, mask: Array, discount: Array | float) -> Array:

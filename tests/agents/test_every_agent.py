@@ -19,8 +19,11 @@ from rljax.agents import (
     decision_transformer,
     dpo,
     dqn,
+    epsilon_greedy,
     grpo,
     iql,
+    linucb,
+    neural_linear,
     ppo,
     pqn,
     reinforce,
@@ -29,6 +32,7 @@ from rljax.agents import (
     sft,
     td3,
     td3_bc,
+    thompson,
 )
 from rljax.envs import Box, Discrete, restart
 from rljax.experiment import evaluate_agent
@@ -45,6 +49,7 @@ OFF_POLICY = dict(
 )
 Q_LEARNING = dict(anneal_steps=2000.0, exploration_fraction=0.5, target_every=10, **OFF_POLICY)
 OFFLINE = dict(hidden=(8,), batch_size=16, num_updates=4)
+BANDIT = dict(num_envs=4, num_steps=16)
 TRANSFORMER = Transformer(layers=1, width=8, heads=2, mlp=16)
 SMALL = {
     "reinforce": reinforce.Config(num_envs=32, num_steps=4, hidden=(32,), learning_rate=1e-2, discount=0.5),
@@ -67,6 +72,10 @@ SMALL = {
     "grpo of tokens": grpo.Config(num_groups=4, group_size=4, num_minibatches=2, kl_coef=0.1, model=TRANSFORMER),
     "ppo of tokens": ppo.Config(num_envs=8, num_minibatches=2, num_epochs=2, kl_coef=0.1, model=TRANSFORMER),
     "dpo": dpo.Config(num_pairs=32, batch_size=8, answers=4, model=TRANSFORMER),
+    "linucb": linucb.Config(alpha=3.0, **BANDIT),
+    "thompson": thompson.Config(**BANDIT),
+    "epsilon_greedy": epsilon_greedy.Config(epsilon=0.1, **BANDIT),
+    "neural_linear": neural_linear.Config(hidden=(8, 8), buffer_size=64, num_updates=4, **BANDIT),
     "reward_model": reward_model.Config(num_pairs=32, num_heldout=8, batch_size=8, answers=4, ensemble=2, model=TRANSFORMER),
 }
 RECORDED = ("bc", "iql", "cql", "td3_bc", "decision_transformer")

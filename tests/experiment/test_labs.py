@@ -9,7 +9,7 @@ import pytest
 from rljax.experiment import load
 
 ROOT = Path(__file__).parents[2]
-LABS = ("overoptimisation", "credit", "decide", "offline")
+LABS = ("overoptimisation", "credit", "decide", "offline", "routing")
 
 
 def lab(name):

@@ -465,7 +465,7 @@ def test_a_reward_model_is_judged_on_its_own_pairs(paid, tmp_path):
     path = paid[0].experiment.reward_from.path
     assert {row["eval/length"] for row in rows(path) if "eval/return" in row} == {0.0}
     assert json.loads((path / "run.json").read_text())["random"]["return"] is None
-    refused(lambda: evaluate(path, overrides={"env_params.length": 2}), "measured on pairs of its own")
+    refused(lambda: evaluate(path, overrides={"env_params.length": 2}), "measured by itself")
     refused(lambda: export(path, 0, tmp_path / "out"), "is no policy")
 
 
