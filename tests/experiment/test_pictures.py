@@ -184,7 +184,7 @@ def test_an_environment_draws_itself_by_render():
         ("brax/fast", "Fast cannot be drawn"),
         ("tokens/addition", "`rljax eval RUN --transcript` prints it"),
     ],
-    ids=str,
+    ids=["own", "gymnax", "brax", "tokens"],
 )
 def test_what_cannot_be_drawn_says_what_to_add(env, message):
     with pytest.raises(ValueError, match=re.escape(message)) as error:
