@@ -71,6 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _status(arguments: argparse.Namespace) -> int:
+    from rljax.envs import EnvironmentFailed
     from rljax.experiment import InputError, SaveError, Stopped, hosts
 
     try:
@@ -80,6 +81,9 @@ def _status(arguments: argparse.Namespace) -> int:
         return 2
     except SaveError as error:
         print(f"rljax: {error}; make room and run the same command again to go on", file=sys.stderr)
+        return 1
+    except EnvironmentFailed as error:
+        print(f"rljax: {error}", file=sys.stderr)
         return 1
     except Stopped as stopped:
         if hosts.leads():
@@ -577,6 +581,7 @@ def _list(arguments: argparse.Namespace) -> int:
         show("environment", env_names(), spaces)
         for name, why in gymnax.EXCLUDED.items():
             print(f"  ({name} is left out: it {why})")
+        print("  gymnasium/<id>                 any of Gymnasium's, as gymnasium/LunarLander-v3, on the host")
         print("  module:attribute               your own, also path/to/file.py:attribute")
     if what in (None, "agents"):
         from rljax.agents import agent_module, agent_names

@@ -19,7 +19,7 @@ from jax import Array
 
 from rljax.agents.base import Agent, whole
 from rljax.agents.on_policy import Episodes, acting, check_leash, first_episodes, leash_metrics, shuffled_minibatches
-from rljax.envs import Environment, TimeStep, Tokens, group
+from rljax.envs import Environment, TimeStep, Tokens, group, host
 from rljax.networks import Policy, Transformer, actor_critic, transformer
 from rljax.networks.distributions import log_prob_and_entropy
 from rljax.networks.policy import DISTRIBUTIONS, NETWORKS
@@ -137,7 +137,9 @@ def make(config: Config, env: Environment) -> Agent:
     optimizer = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.scale_by_adam(eps=config.adam_eps))
 
     def begins_with(key: Array) -> Any:
-        return policy.init(key, envs.reset(key)[1])
+        env_state, timestep = envs.reset(key)
+        host.release(env, env_state)
+        return policy.init(key, timestep)
 
     def init(key: Array, data: Any = None, params: Any = None) -> TrainState:
         key, _, params_key = jax.random.split(key, 3)

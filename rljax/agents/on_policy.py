@@ -9,7 +9,7 @@ from flax import struct
 from jax import Array
 
 from rljax.agents.base import whole
-from rljax.envs import TimeStep, Tokens, VectorEnvironment, all_ended
+from rljax.envs import TimeStep, Tokens, VectorEnvironment, all_ended, host
 from rljax.networks import Policy
 from rljax.ops import kl
 from rljax.sharding import spread
@@ -215,6 +215,7 @@ def first_episodes(
     )
     loop = (jnp.zeros((), jnp.int32), state.env, first, carry, alive, episodes)
     step, env_state, last, _, _, episodes = jax.lax.while_loop(running, play, loop)
+    host.release(envs.env, env_state)
 
     def fill(xs, x):
         is_left = jnp.arange(num_steps + 1) > step

@@ -17,7 +17,7 @@ from jax.flatten_util import ravel_pytree
 
 from rljax.agents.base import Agent
 from rljax.agents.on_policy import Episodes, acting, first_episodes
-from rljax.envs import Environment, group
+from rljax.envs import Environment, group, host
 from rljax.networks import PolicyOutput, actor_critic
 from rljax.networks.policy import DISTRIBUTIONS, NETWORKS
 from rljax.networks.torsos import ACTIVATIONS
@@ -81,7 +81,9 @@ def make(config: Config, env: Environment) -> Agent:
 
     def init(key: Array, data: None = None) -> TrainState:
         key, env_key, params_key = jax.random.split(key, 3)
-        params = policy.init(params_key, envs.reset(env_key)[1])
+        env_state, timestep = envs.reset(env_key)
+        host.release(env, env_state)
+        params = policy.init(params_key, timestep)
         return TrainState(params, optimizer.init(ravel_pytree(params)[0]), key)
 
     def baseline(targets: Array, values: Array, mask: Array) -> Array:

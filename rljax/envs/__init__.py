@@ -1,15 +1,22 @@
 """The MDP contract, adapters and wrappers."""
 
+from typing import TYPE_CHECKING, Any
+
 from rljax.envs.base import Environment, TimeStep, check, restart, transition
+from rljax.envs.host import EnvironmentFailed
 from rljax.envs.registry import env_names, env_parameters, make_env, register_env
 from rljax.envs.spaces import Box, Discrete, MultiDiscrete, Space, Tokens, space_text
 from rljax.envs.vector import VectorEnvironment, all_ended, group, vectorize
 from rljax.envs.wrappers import TimeLimit
 
+if TYPE_CHECKING:
+    from rljax.envs.gymnasium import from_gymnasium, to_gymnasium, to_gymnasium_vector
+
 __all__ = [
     "Box",
     "Discrete",
     "Environment",
+    "EnvironmentFailed",
     "MultiDiscrete",
     "Space",
     "TimeLimit",
@@ -20,11 +27,22 @@ __all__ = [
     "check",
     "env_names",
     "env_parameters",
+    "from_gymnasium",
     "group",
     "make_env",
     "register_env",
     "restart",
     "space_text",
+    "to_gymnasium",
+    "to_gymnasium_vector",
     "transition",
     "vectorize",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("from_gymnasium", "to_gymnasium", "to_gymnasium_vector"):  # gymnasium is slow to import
+        from rljax.envs import gymnasium
+
+        return getattr(gymnasium, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,6 +1,7 @@
-"""Names to environments: gymnax's own, ``brax/<name>``, ``playground/<name>``, ``module:attribute``, and what users and packages
+"""Names to environments: gymnax's own, ``brax/``, ``playground/``, ``gymnasium/``, ``module:attribute``, and what users and packages
 register."""
 
+import contextlib
 import difflib
 import functools
 import hashlib
@@ -10,7 +11,7 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from rljax import extensions
+from rljax.envs import host
 from rljax.envs.base import Environment, check
 from rljax.envs.wrappers import Randomized, ScaleReward, SelectObservation, TimeLimit, is_range
 
@@ -44,6 +46,7 @@ OWN = {
         )
     },
 }
+ON_HOST = "gymnasium/"
 WRAPPERS = {"time_limit": 1, "reward_scale": 1.0}  # keyword arguments of `make_env` for every environment, with examples
 _registered: dict[str, Callable[..., Environment]] = {}
 
@@ -60,7 +63,7 @@ def register_env(name: str, factory: Callable[..., Environment]) -> None:
 
 
 def env_names() -> list[str]:
-    """Every name that `make_env` knows, ``module:attribute`` apart; MuJoCo Playground's where it is installed.
+    """Every name that `make_env` knows, ``gymnasium/`` and ``module:attribute`` apart; MuJoCo Playground's if it is installed.
 
     Those that packages register come last.
     """
@@ -82,6 +85,8 @@ def env_parameters(name: str) -> dict[str, Any]:
     """
     from rljax.envs import brax, gymnax, playground
 
+    if name.startswith(ON_HOST):
+        return _gymnasium().parameters(name.removeprefix(ON_HOST))
     factory = _factory(name)
     if factory is not None:
         signature = inspect.signature(factory).parameters.values()
@@ -96,16 +101,19 @@ def env_parameters(name: str) -> dict[str, Any]:
         return gymnax.parameters(name)
     if name in gymnax.EXCLUDED:
         raise ValueError(f"env {name!r} is left out: it {gymnax.EXCLUDED[name]}")
-    raise ValueError(f"unknown env {name!r}{did_you_mean(name, env_names())}; `rljax list` shows all")
+    near = did_you_mean(name, env_names())
+    if name in _gymnasium().gymnasium.registry:
+        near = f"; did you mean {ON_HOST + name!r}?"
+    raise ValueError(f"unknown env {name!r}{near}; `rljax list` shows all")
 
 
 def make_env(name: str, *, time_limit: int | None = None, reward_scale: float | None = None, **kwargs: Any) -> Environment:
     """Makes one environment.
 
     Args:
-      name: a gymnax name (``"CartPole-v1"``), ``"brax/ant"``, ``"playground/CartpoleBalance"``, a name that you or a package
-        registered, or ``"package.module:attribute"`` / ``"path/file.py:attribute"`` for a callable of your own that returns an
-        environment.
+      name: a gymnax name (``"CartPole-v1"``), ``"brax/ant"``, ``"playground/CartpoleBalance"``, ``"gymnasium/LunarLander-v3"``, a
+        name that you or a package registered, or ``"package.module:attribute"`` / ``"path/file.py:attribute"`` for a callable of
+        your own that returns an environment.
       time_limit: truncates episodes after this many steps, on top of the environment's own limit.
       reward_scale: multiplies every reward. An experiment evaluates without it.
       **kwargs: the environment's parameters; `env_parameters` lists them. Numbers may be traced. ``{"low": x, "high": y}`` draws
@@ -151,12 +159,14 @@ def _make(name: str, factory: Callable[..., Environment] | None, **kwargs: Any) 
         return brax.make(name[5:], **kwargs)
     if name.startswith("playground/"):
         return playground.make(name[11:], **kwargs)
+    if name.startswith(ON_HOST):
+        return _gymnasium().make(name.removeprefix(ON_HOST), **kwargs)
     return gymnax.make(name, **kwargs)
 
 
 def takes_traced(name: str, key: str, kwargs: Mapping[str, Any]) -> bool:
     """Whether the parameter ``key``, beside the others in ``kwargs``, can be traced: its default is a float that no constructor
-    looks at in Python. Traces the environment to see."""
+    looks at in Python, as the host does with all. Traces the environment to see."""
     default = {**WRAPPERS, **env_parameters(name)}.get(key)
     others = {k: v for k, v in kwargs.items() if k != key and not isinstance(v, jax.Array)}
     return isinstance(default, float) and _takes_traced(name, key, default, json.dumps(others, sort_keys=True))
@@ -170,6 +180,8 @@ def _takes_traced(name: str, key: str, value: float, kwargs: str) -> bool:
         return env.step(jax.random.key(0), state, jnp.zeros(env.action_space.shape, env.action_space.dtype))
 
     try:
+        if host.is_on_host(make_env(name, **json.loads(kwargs))):
+            return False
         jax.eval_shape(step, value)
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
         return False
@@ -191,6 +203,20 @@ def did_you_mean(word: str, options: list[str]) -> str:
     return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
+def _gymnasium() -> ModuleType:
+    return importlib.import_module("rljax.envs.gymnasium")  # which imports this module
+
+
+@contextlib.contextmanager
+def search_path(directory: str) -> Iterator[None]:
+    """Modules are looked for in ``directory`` first."""
+    sys.path.insert(0, directory)
+    try:
+        yield
+    finally:
+        sys.path.remove(directory)
+
+
 def _factory(name: str) -> Callable[..., Environment] | None:
     if entry := extensions.find("environment", name, _own_names):
         factory: Callable[..., Environment] = extensions.load("environment", entry)
@@ -198,20 +224,17 @@ def _factory(name: str) -> Callable[..., Environment] | None:
             raise ValueError(f"env {name!r} of {extensions.package(entry)}: {entry.value} must be a callable that makes one")
         return factory
     name = OWN.get(name, name)
-    if name in _registered or ":" not in name:
+    if name in _registered or ":" not in name or name.startswith(ON_HOST):
         return _registered.get(name)
     module_name, attribute = name.split(":", 1)
     path = os.path.abspath(module_name) if module_name.endswith(".py") else None
     if path and not os.path.exists(path):
         raise ValueError(f"env {name!r}: no file {module_name}")
-    search = os.path.dirname(path) if path else os.getcwd()
-    sys.path.insert(0, search)
     try:
-        module = _load(path) if path else importlib.import_module(module_name)
+        with search_path(os.path.dirname(path) if path else os.getcwd()):
+            module = _load(path) if path else importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise ValueError(f"env {name!r}: {error}") from error
-    finally:
-        sys.path.remove(search)
     if not hasattr(module, attribute):
         raise ValueError(f"env {name!r}: {module_name} has no {attribute!r}{did_you_mean(attribute, dir(module))}")
     return getattr(module, attribute)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array
 
+from rljax.envs import host
 from rljax.envs.base import Environment, TimeStep
 from rljax.envs.spaces import Space
 from rljax.ops.normalization import return_trace
@@ -20,7 +21,7 @@ class VectorState(struct.PyTreeNode):
       env: the copies' own states.
       episode_return: float32, undiscounted sum of the rewards since the last reset.
       episode_length: int32, steps since the last reset.
-      pool: ``(env state, TimeStep)`` ``[K, ...]`` to reset from, or None.
+      pool: ``(env state, TimeStep)`` ``[K, ...]`` to reset from, of an environment on the host keys to reset with, or None.
     """
 
     env: Any
@@ -34,7 +35,8 @@ class Draw(struct.PyTreeNode):
 
     Attributes:
       keys: the copies' step keys.
-      start: where a copy begins anew if its episode ends at this step: ``(env state, TimeStep)``, or an index into the pool.
+      start: where a copy begins anew if its episode ends at this step: ``(env state, TimeStep)``, the key of a reset on the host,
+        or an index into the pool.
     """
 
     keys: Array
@@ -76,6 +78,7 @@ class VectorEnvironment:
         self.num_envs = num_envs
         self._group_size = group_size
         self._reset_pool = reset_pool
+        self._is_on_host = host.is_on_host(env)
 
     @property
     def observation_space(self) -> Space:
@@ -92,8 +95,9 @@ class VectorEnvironment:
         pool_key, env_key = jax.random.split(key)
         pool = None
         if self._reset_pool:
-            pool = jax.vmap(self.env.reset)(jax.random.split(pool_key, self._reset_pool))
-        env_state, timestep = self._start(pool, jax.tree.map(lambda x: x[0], self._draw_starts(env_key, 1)))
+            pool = self._starts(jax.random.split(pool_key, self._reset_pool))
+        start = self._start(pool, jax.tree.map(lambda x: x[0], self._draw_starts(env_key, 1)))
+        env_state, timestep = jax.vmap(self.env.reset)(start) if self._is_on_host else start
         state = VectorState(env_state, jnp.zeros(self.num_envs), jnp.zeros(self.num_envs, jnp.int32), pool)
         info = {"episode_return": state.episode_return, "episode_length": state.episode_length}
         timestep = timestep.replace(info={**timestep.info, **info}, next_action_mask=timestep.action_mask)
@@ -115,7 +119,10 @@ class VectorEnvironment:
         """`step` with its randomness given, ``draw [N]``, and without the episode statistics: see `count_episodes`."""
         env_state, timestep = jax.vmap(self.env.step)(draw.keys, state.env, action)
         done = timestep.done
-        new_state, new = self._start(state.pool, draw.start)
+        start = self._start(state.pool, draw.start)
+        if self._is_on_host:
+            start = host.restart_ended(self.env, start, done, env_state, timestep)
+        new_state, new = start
         timestep = timestep.replace(
             observation=_where(done, new.observation, timestep.observation),
             action_mask=_where(done, new.action_mask, timestep.action_mask),
@@ -144,10 +151,19 @@ class VectorEnvironment:
         if self._reset_pool:
             starts = jax.random.randint(key, shape, 0, self._reset_pool)
         else:
-            starts = jax.vmap(jax.vmap(self.env.reset))(jax.random.split(key, shape))
+            starts = self._starts(jax.random.split(key, shape))
         return jax.tree.map(lambda x: jnp.repeat(x, self._group_size, axis=1), starts) if self._group_size > 1 else starts
 
-    def _start(self, pool: Any, start: Any) -> tuple[Any, TimeStep]:
+    def _starts(self, keys: Array) -> Any:
+        """Of keys ``[...]``; resets on the host wait until they are needed."""
+        if self._is_on_host:
+            return keys
+        reset = self.env.reset
+        for _ in keys.shape:
+            reset = jax.vmap(reset)
+        return reset(keys)
+
+    def _start(self, pool: Any, start: Any) -> Any:
         return start if pool is None else jax.tree.map(lambda x: x[start], pool)
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import tomli_w
 
 from rljax.agents.base import agent_module, agent_name, agent_names
-from rljax.envs.registry import WRAPPERS, did_you_mean, env_parameters, takes_traced
+from rljax.envs.registry import ON_HOST, WRAPPERS, did_you_mean, env_parameters, takes_traced
 from rljax.envs.wrappers import is_range
 from rljax.experiment import devices
 from rljax.networks import Transformer
@@ -299,9 +299,16 @@ def describe(experiment: Experiment) -> list[tuple[str, str, str]]:
     others = [("algo.name", experiment.algo_name, f"the agent: {', '.join(agent_names())}")]
     others += [(key, name, "a config, or a run directory, that runs first; see docs/config.md") for key, name in runs]
     options = [*((key, json.dumps(value), doc) for key, value, doc in others), *options]
+    is_on_host = experiment.env.startswith(ON_HOST)
     for key, default in {**env_parameters(experiment.env), **WRAPPERS}.items():
         value = experiment.env_params.get(key, "none" if key in WRAPPERS else default)
-        options.append((f"env_params.{key}", str(value), "of the environment" + (" [traced]" * isinstance(default, float))))
+        options.append(
+            (
+                f"env_params.{key}",
+                str(value),
+                "of the environment" + (" [traced]" * (isinstance(default, float) and not is_on_host)),
+            )
+        )
     return options
 
 

@@ -8,7 +8,7 @@ from flax import struct
 from jax import Array
 
 from rljax.agents import Agent
-from rljax.envs import Environment, MultiDiscrete, TimeStep, all_ended
+from rljax.envs import Environment, MultiDiscrete, TimeStep, all_ended, host
 from rljax.networks.distributions import Categorical, MultiCategorical, mask_logits
 from rljax.sharding import spread
 
@@ -94,6 +94,7 @@ def evaluate_agent(
 
     playing = jax.lax.while_loop(running, play, begin(agent, env, state, reset_key, episodes, data))
     env_state, result = playing.env_state, playing.result
+    host.release(env, env_state)
     outcome = getattr(env, "outcome", None)
     if outcome is None:
         return result

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rljax import sharding
 from rljax.agents import Agent, make_agent, reward_model
-from rljax.envs import Environment, Tokens, make_env
+from rljax.envs import Environment, Tokens, host, make_env
 from rljax.envs.wrappers import LearnedReward, as_evaluated
 from rljax.experiment import hosts
 from rljax.experiment.config import Experiment, InputError
@@ -252,6 +252,10 @@ def build(
     chunks_per_eval = -(-num_chunks // experiment.evals)
     if experiment.sweep_halving and is_split:
         raise InputError(f"sweep.halving packs whole lanes: leave it out, or shard, which is {experiment.shard!r}")
+    if is_split and host.is_on_host(first_env):
+        raise InputError(f"shard: the copies of {place.env} are on the host, and no device has some of a lane: leave it out")
+    if experiment.sweep_halving and host.is_on_host(first_env):
+        raise InputError(f"sweep.halving copies lanes to fill its program, and {place.env} on the host has no copy: leave it out")
     if experiment.sweep_halving and experiment.sweep_halving[-1] * chunks_per_eval >= num_chunks:
         raise InputError(
             f"sweep.halving: there are {-(-num_chunks // chunks_per_eval)} evaluations, and settings are dropped after any "
@@ -316,9 +320,11 @@ def evaluate_random(experiment: Experiment) -> Evaluation:
     env = as_evaluated(first_environment(experiment))
     agent = random_agent(env)
     key = evaluation_key(experiment)
-    return jax.jit(
-        lambda: evaluate_agent(agent, env, (), key, experiment.eval_episodes, experiment.eval_max_steps, greedy=False)
-    )()
+    sizes = (experiment.eval_episodes, experiment.eval_max_steps)
+    evaluation = jax.block_until_ready(jax.jit(lambda: evaluate_agent(agent, env, (), key, *sizes, greedy=False))())
+    host.raise_failure(env)
+    host.close(env)
+    return evaluation
 
 
 def first_environment(experiment: Experiment) -> Environment:

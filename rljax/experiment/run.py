@@ -28,7 +28,7 @@ from jax import Array
 from rljax import extensions
 from rljax.agents import Agent, make_agent
 from rljax.agents.base import agent_module, whole
-from rljax.envs import Box, Discrete, make_env, space_text
+from rljax.envs import Box, Discrete, EnvironmentFailed, host, make_env, space_text
 from rljax.envs.wrappers import as_evaluated
 from rljax.experiment import artifact, data, health, hosts, pictures, report, sinks, traces
 from rljax.experiment.checkpoint import Checkpoints, SaveError
@@ -99,6 +99,7 @@ def run(
       Stopped: ``stop`` was true before the end; the same run goes on from there.
       InputError: wrong input, or a run directory that cannot be used; one line.
       SaveError: the disk is full; the last checkpoint is valid and the run can be resumed.
+      EnvironmentFailed: an environment on the host did; the last checkpoint is valid here too.
     """
     say = listener or (lambda event: None)
     path = experiment.path
@@ -154,6 +155,10 @@ def run(
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise SaveError(f"cannot write to {path}: {error.strerror}; its last checkpoint stays valid") from error
             raise
+        except EnvironmentFailed as error:
+            is_kept = any((path / "checkpoints").glob("[0-9]*"))
+            kept = "the same command goes on from its last checkpoint" if is_kept else "it has no checkpoint yet"
+            raise EnvironmentFailed(f"{error}; {path}: {kept}") from error
 
 
 def resume(path: str | Path, **kwargs: Any) -> Result:
@@ -333,6 +338,7 @@ def _train(
             say({"event": "note", "text": f"{note}; resuming from checkpoint {done}, the newest that can be"})
     baseline = info.get("random") or hosts.lead(lambda: _random_baseline(experiment))
     jax.block_until_ready(states)
+    host.raise_failure(program.env)
     compile_seconds = clock() - compile_began
 
     steps_asked, steps_done = experiment.total_steps, program.steps_at(program.num_chunks)
@@ -437,6 +443,7 @@ def _train(
     try:
         if restored is None:
             first = program.fetch(evaluate_program(program.lanes, states, program.data))
+            host.raise_failure(program.env)
             metrics.write(program.steps_at(0), None, None, first, halving.left)
             keep_transcripts()
             keep_picture()
@@ -444,12 +451,14 @@ def _train(
             chunk_began = clock()
             states, totals, finite = chunk_program(program.lanes, states, program.data)
             totals, finite = program.fetch((totals, finite))
+            host.raise_failure(program.env)
             seconds = clock() - chunk_began
             train_seconds += seconds
             done += 1
             evaluation, left = None, halving.left
             if program.evaluates_at(done):
                 evaluation = program.fetch(evaluate_program(program.lanes, states, program.data))
+                host.raise_failure(program.env)
                 keep_transcripts()
             for failure in metrics.write(program.steps_at(done), totals, finite, evaluation, left):
                 say(
@@ -487,6 +496,7 @@ def _train(
     finally:
         metrics.close()
         checkpoints.close()
+        host.close(program.env)
 
     def finish() -> None:
         info["finished"] = _now()
@@ -740,7 +750,10 @@ def evaluate(
     changes = {"eval_episodes": episodes, "eval_seed": seed}
     experiment = dataclasses.replace(experiment, **{k: v for k, v in changes.items() if v is not None})
     program, _, steps, states = _reopen(experiment, path, overrides=overrides, greedy=greedy, paid=False)
-    return steps, program.fetch(program.evaluate(program.lanes, program.pad(states), program.data))
+    evaluation = program.fetch(program.evaluate(program.lanes, program.pad(states), program.data))
+    host.raise_failure(program.env)
+    host.close(program.env)
+    return steps, evaluation
 
 
 def picture(
@@ -815,7 +828,9 @@ def train(experiment: Experiment) -> tuple[Any, dict[str, Array], Evaluation]:
         states, metrics = jax.lax.scan(chunk, _begin(program, params, data), length=program.num_chunks)
         return states, jax.tree.map(lambda x: x.swapaxes(0, 1), metrics), program.evaluate(lanes, states, data)
 
-    return program.unpad(whole(program.lanes, program.data))
+    trained = program.unpad(jax.block_until_ready(whole(program.lanes, program.data)))
+    host.raise_failure(program.env)
+    return trained
 
 
 def record(
@@ -856,6 +871,8 @@ def record(
         raise InputError(f"{path}: data sets are of Box and Discrete spaces, and {single.env} has others")
     state = jax.tree.map(lambda x: x[lane], states)
     arrays = data.play(lane_agent(experiment, lane), state, env, jax.random.key(seed), steps, num_envs, epsilon)
+    host.raise_failure(env)
+    host.close(env)
     about = {"env": single.env, "env_params": single.env_params, "source": f"{experiment.name}/{experiment.hash}"}
     about |= {"epsilon": epsilon, "random_return": result(path, states=()).summary["random"]["return"]}
     if expert is not None:
@@ -1128,7 +1145,7 @@ def _extensions(experiment: Experiment) -> list[str]:
 
 def provenance(experiment: Experiment, argv: list[str]) -> dict[str, Any]:
     """What a reader needs to get the same numbers again."""
-    packages = ("rljax", "jax", "jaxlib", "flax", "optax", "gymnax", "brax", "orbax-checkpoint", "numpy")
+    packages = ("rljax", "jax", "jaxlib", "flax", "optax", "gymnax", "gymnasium", "brax", "orbax-checkpoint", "numpy")
     versions = {"python": platform.python_version()}
     for package in (*packages, *_extensions(experiment)):
         with contextlib.suppress(metadata.PackageNotFoundError):

@@ -1,0 +1,501 @@
+"""Gymnasium both ways. `Clock` shows in its observations all that happened to it, so that every field can be predicted."""
+
+import functools
+import sys
+
+import gymnasium
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gymnasium import spaces
+from gymnasium.utils.env_checker import check_env
+from jax.sharding import Mesh, PartitionSpec
+
+from rljax.agents import Agent, dqn, grpo, make_agent
+from rljax.envs import (
+    Box,
+    Discrete,
+    EnvironmentFailed,
+    MultiDiscrete,
+    TimeLimit,
+    check,
+    env_parameters,
+    from_gymnasium,
+    group,
+    host,
+    make_env,
+    to_gymnasium,
+    to_gymnasium_vector,
+    vectorize,
+)
+from rljax.experiment import evaluate_agent
+
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})  # compiling is all that costs here
+
+
+class Clock(gymnasium.Env):
+    """Observes ``(seed mod 997, steps, last action)`` and earns the steps; ends after 3 to 6, by termination for even seeds."""
+
+    observation_space = spaces.Box(-1, 1000, (3,), np.float64)
+    action_space = spaces.Discrete(2)
+
+    def __init__(self):
+        self.closed = False
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.seed, self.steps = seed % 997, 0
+        return np.array([self.seed, 0, -1]), {}
+
+    def step(self, action):
+        self.steps += 1
+        ended = self.steps == length(self.seed)
+        return (
+            np.array([self.seed, self.steps, action]),
+            self.steps,
+            ended and self.seed % 2 == 0,
+            ended and self.seed % 2 == 1,
+            {},
+        )
+
+    def close(self):
+        self.closed = True
+
+
+def length(seed):
+    return 3 + seed % 4
+
+
+def clock():
+    return from_gymnasium(Clock, "clock")
+
+
+def played(envs, key, num_steps=40):
+    """``(state, first time step, actions, time steps)`` under actions that alternate."""
+    actions = (jnp.arange(num_steps)[:, None] + jnp.arange(envs.num_envs)) % 2
+    state, first = envs.reset(key)
+
+    def step(state, x):
+        return envs.step(x[0], state, x[1])
+
+    state, steps = jax.lax.scan(step, state, (jax.random.split(key, num_steps), actions))
+    return state, first, actions, steps
+
+
+def test_every_field_is_that_of_a_plain_loop():
+    env = clock()
+    check(env)
+    _, first, actions, steps = jit(lambda key: played(vectorize(env, 3), key))(jax.random.key(0))
+    ends = 0
+    for copy in range(3):
+        seed, count, total = first.observation[copy, 0], 0, 0
+        np.testing.assert_array_equal(first.observation[copy, 1:], [0, -1])
+        for t in range(40):
+            count, total = count + 1, total + count + 1
+            step = jax.tree.map(lambda x, t=t, copy=copy: x[t, copy], steps)
+            np.testing.assert_array_equal(step.next_observation, [seed, count, actions[t, copy]])
+            assert step.reward == count
+            is_last = count == length(int(seed))
+            assert (bool(step.terminated), bool(step.truncated)) == (is_last and seed % 2 == 0, is_last and seed % 2 == 1)
+            assert (step.info["episode_return"], step.info["episode_length"]) == (total, count)
+            if is_last:
+                assert step.observation[0] != seed
+                np.testing.assert_array_equal(step.observation[1:], [0, -1])
+                seed, count, total, ends = step.observation[0], 0, 0, ends + 1
+            else:
+                np.testing.assert_array_equal(step.observation, step.next_observation)
+    assert ends > 15
+    assert steps.terminated.any()
+    assert steps.truncated.any()
+    # A copy is used again and again: one for each of three, and the one that said what its spaces are is among them.
+    assert env.copies.counts == (3, 0)
+    # The same key, the same episodes.
+    again = jit(lambda key: played(vectorize(clock(), 3), key))(jax.random.key(0))[3]
+    np.testing.assert_array_equal(again.observation, steps.observation)
+
+
+def test_lanes_reach_the_host_in_one_call_and_devices_each_in_theirs(monkeypatch):
+    calls = []
+    step = host.Copies.step
+
+    def counted(self, handles, steps, actions):
+        calls.append(len(handles))
+        return step(self, handles, steps, actions)
+
+    monkeypatch.setattr(host.Copies, "step", counted)
+    envs = vectorize(clock(), 3)
+    keys = jax.random.split(jax.random.key(1), 4)
+
+    def lane(key):
+        return played(envs, key, 12)[3]
+
+    mesh = Mesh(np.asarray(jax.devices()[:2]), ("lanes",))
+    specs = PartitionSpec("lanes")
+    sharded = jit(jax.shard_map(jax.vmap(lane), mesh=mesh, in_specs=specs, out_specs=specs, check_vma=False))(keys)
+    jax.block_until_ready(sharded)
+    assert calls == [2 * 3] * (2 * 12)
+    alone = [jit(lane)(key) for key in keys[:2]]
+    for i, one in enumerate(alone):
+        jax.tree.map(lambda x, y, i=i: np.testing.assert_array_equal(x[i], y), sharded, one)
+
+
+def test_other_devices_than_cpus_call_alike(monkeypatch):
+    """They take jax's own callback, which works on a CPU too."""
+    play = jit(lambda key: played(vectorize(clock(), 3), key, 12)[3])
+    ours = play(jax.random.key(0))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    theirs = jit(lambda key: played(vectorize(clock(), 3), key, 12)[3])(jax.random.key(0))
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+
+def test_groups_start_from_one_seed_and_pools_from_few():
+    envs = group(clock(), 2, 3, reset_pool=2)
+    _, first, _, steps = jit(lambda key: played(envs, key))(jax.random.key(3))
+    starts = np.asarray(first.observation[:, 0]).reshape(2, 3)
+    assert (starts == starts[:, :1]).all()
+    assert len(np.unique(steps.observation[..., 0])) <= 2
+    fresh = jit(lambda key: played(group(clock(), 2, 3), key))(jax.random.key(3))
+    assert len(np.unique(fresh[3].observation[..., 0])) > 6
+    seeds = np.asarray(fresh[3].observation[..., 0]).reshape(40, 2, 3)
+    assert (seeds == seeds[:, :, :1]).all()  # alike lengths: they end together, and begin together
+
+
+def test_a_time_limit_around_it_cuts_and_frees_the_copy():
+    env = TimeLimit(clock(), 2)
+    _, _, _, steps = jit(lambda key: played(vectorize(env, 2), key, 6))(jax.random.key(0))
+    np.testing.assert_array_equal(steps.truncated, np.tile([[False], [True]], (3, 2)))
+    np.testing.assert_array_equal(steps.next_observation[..., 1], np.tile([[1], [2]], (3, 2)))
+    np.testing.assert_array_equal(steps.observation[..., 1], np.tile([[1], [0]], (3, 2)))
+    assert env.copies.counts == (2, 0)
+
+
+def test_a_state_that_has_lost_its_copy_is_cut_honestly():
+    env = clock()
+    envs = vectorize(env, 2)
+    state, _ = jit(envs.reset)(jax.random.key(0))
+    step = jit(envs.step)
+    after, _ = step(jax.random.key(1), state, jnp.array([0, 1]))
+    for lost in (state, jax.tree.map(jnp.copy, after).replace(env=after.env.replace(handle=jnp.array([-7, -8])))):
+        # One was stepped elsewhere already, and the other is of a process that has gone.
+        new_state, new = step(jax.random.key(2), lost, jnp.array([0, 1]))
+        assert new.truncated.all()
+        assert not new.terminated.any()
+        np.testing.assert_array_equal(new.reward, 0.0)
+        np.testing.assert_array_equal(new.next_observation, lost.env.observation)
+        np.testing.assert_array_equal(new.observation[:, 1:], [[0, -1]] * 2)
+        _, later = step(jax.random.key(3), new_state, jnp.array([0, 1]))
+        assert not later.truncated.any()
+        np.testing.assert_array_equal(later.reward, 1.0)
+
+
+def acts(choose):
+    """An agent that knows what to do."""
+    return Agent(
+        init=lambda key, data=None: (),
+        step=lambda state, data=None: (state, {}),
+        start=lambda state, timestep: (),
+        act=lambda state, carry, timestep, key, greedy: ((), choose(timestep.observation).astype(jnp.int32)),
+        env_steps=0,
+    )
+
+
+def test_evaluations_play_whole_episodes_and_give_the_copies_back():
+    env = clock()
+    agent = acts(lambda x: x[:, 0] * 0)
+    evaluate = jit(jax.vmap(lambda key: evaluate_agent(agent, env, (), key, 8, 5)))
+    result = evaluate(jax.random.split(jax.random.key(0), 2))
+    lengths = np.asarray(result.lengths)
+    np.testing.assert_array_equal(result.returns, lengths * (lengths + 1) / 2)
+    assert set(lengths.reshape(-1).tolist()) <= {3, 4, 5}
+    assert not result.finished.all()  # six steps are too many
+    assert env.copies.counts == (0, 16)  # those too that were not finished
+    evaluate(jax.random.split(jax.random.key(0), 2))
+    assert env.copies.counts == (0, 16)
+
+
+def test_a_policy_for_cartpole_earns_the_same_in_both():
+    balance = acts(lambda x: x @ jnp.array([0.1, 0.5, 3.0, 1.5]) > 0)
+    for name in ("CartPole-v1", "gymnasium/CartPole-v1"):
+        env = make_env(name)
+        result = jit(lambda key, env=env: evaluate_agent(balance, env, (), key, 8, 1000))(jax.random.key(0))
+        np.testing.assert_array_equal(result.returns, 500.0)
+        np.testing.assert_array_equal(result.lengths, 500)
+        assert result.finished.all()
+
+
+def test_closed_when_nobody_needs_it():
+    made = []
+
+    def make():
+        made.append(Clock())
+        return made[-1]
+
+    env = from_gymnasium(make, "clock")
+    jit(vectorize(env, 3).reset)(jax.random.key(0))
+    assert [one.closed for one in made] == [False] * 3
+    host.close(env)
+    assert [one.closed for one in made] == [True] * 3
+    made.clear()
+    from_gymnasium(make, "clock")  # and dropped
+    assert made[0].closed
+
+
+class Strict(gymnasium.Env):
+    """Takes actions of its own space only, and shows its observation space at its last point."""
+
+    def __init__(self, observation_space, action_space):
+        self.observation_space, self.action_space = observation_space, action_space
+
+    def reset(self, *, seed=None, options=None):
+        return self.shown(), {}
+
+    def shown(self):
+        space = self.observation_space
+        last = {spaces.Discrete: lambda: space.start + space.n - 1, spaces.MultiDiscrete: lambda: space.start + space.nvec - 1}
+        return last.get(type(space), lambda: np.ones(space.shape, space.dtype))()
+
+    def step(self, action):
+        assert action in self.action_space, f"{action!r}"
+        return self.shown(), float(np.sum(action)), False, False, {}
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "seen"),
+    [
+        (spaces.Discrete(3, start=5), Discrete(3), 2),
+        (spaces.MultiDiscrete([2, 3], start=[1, 4]), Box(0.0, 1.0, (5,)), [0, 1, 0, 0, 1]),
+        (spaces.MultiBinary([2, 2]), Box(0.0, 1.0, (2, 2)), [[1, 1], [1, 1]]),
+        (spaces.Box(-1, 2, (2,), np.float64), Box(-1.0, 2.0, (2,)), [1, 1]),
+        (spaces.Box(0, 255, (2, 2, 1), np.uint8), Box(0, 255, (2, 2, 1), jnp.uint8), [[[1], [1]], [[1], [1]]]),
+        (spaces.Box(-9, 9, (1,), np.int64), Box(-9, 9, (1,), jnp.int32), [1]),
+    ],
+)
+def test_observations(theirs, ours, seen):
+    env = from_gymnasium(lambda: Strict(theirs, spaces.Discrete(2)))
+    assert (type(env.observation_space), env.observation_space.shape) == (type(ours), ours.shape)
+    observation = jit(env.reset)(jax.random.key(0))[1].observation
+    assert observation.dtype == ours.dtype
+    np.testing.assert_array_equal(observation, seen)
+    assert env.observation_space.contains(observation)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "action", "taken"),
+    [
+        (spaces.Discrete(3, start=5), Discrete(3), 2, 7),
+        (spaces.MultiDiscrete([[2, 3]], start=[[1, 4]]), MultiDiscrete((2, 3)), [1, 2], 8),
+        (spaces.MultiBinary(3), MultiDiscrete((2, 2, 2)), [1, 0, 1], 2),
+        (spaces.Box(-1, 2, (2, 1), np.float64), Box(-1.0, 2.0, (2, 1)), [[-1.0], [1.5]], 0.5),
+    ],
+)
+def test_actions(theirs, ours, action, taken):
+    env = from_gymnasium(lambda: Strict(spaces.Discrete(1), theirs))
+    assert (type(env.action_space), env.action_space.shape) == (type(ours), ours.shape)
+
+    @jit
+    def step(key):
+        state, _ = env.reset(key)
+        return env.step(key, state, jnp.asarray(action))[1].reward
+
+    reward = step(jax.random.key(0))
+    host.raise_failure(env)
+    assert reward == taken
+
+
+@pytest.mark.parametrize("config", [dqn, grpo], ids=lambda module: module.__name__)
+def test_agents_learn_on_the_host(config):
+    settings = {
+        dqn: dict(num_envs=2, num_steps=4, batch_size=4, buffer_size=64, learning_starts=8, anneal_steps=100.0),
+        grpo: dict(num_groups=2, group_size=2, num_steps=6, num_epochs=1, num_minibatches=1),
+    }
+    env = clock()
+    agent = make_agent(config.Config(hidden=(4,), **settings[config]), env)
+
+    @jit
+    @jax.vmap
+    def two(key):
+        return jax.lax.scan(lambda state, _: agent.step(state), agent.init(key), length=3)
+
+    _, metrics = two(jax.random.split(jax.random.key(0), 2))
+    returns, count = (np.asarray(x).sum() for x in metrics["episode/return"])
+    lengths, _ = (np.asarray(x).sum() for x in metrics["episode/length"])
+    assert count > 0
+    assert 3 <= lengths / count <= 6
+    assert 6 <= returns / count <= 21
+    assert env.copies.counts[0] == (0 if config is grpo else 4)  # whole episodes give theirs back
+
+
+def faulty(how):
+    class Faulty(Clock):
+        def reset(self, *, seed=None, options=None):
+            if how == "reset":
+                raise RuntimeError("no power")
+            return super().reset(seed=seed)
+
+        def step(self, action):
+            observation, reward, terminated, truncated, info = super().step(action)
+            if self.steps == 2:
+                if how == "raise":
+                    raise RuntimeError("the motor\nis broken")
+                observation = {"nan": np.array([np.nan, 0, 0]), "shape": np.zeros(2)}.get(how, observation)
+                reward = np.inf if how == "inf" else reward
+            return observation, reward, terminated, truncated, info
+
+    return Faulty
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("raise", r"clock: copy 0 of 2, step 2 of the episode with seed \d+: RuntimeError: the motor is broken$"),
+        ("nan", r"clock: copy 0 of 2, step 2 .*: the observation is not finite$"),
+        ("inf", r"clock: copy 0 of 2, step 2 .*: the reward is inf$"),
+        ("shape", r"clock: copy 0 of 2, step 2 .*: the observation has shape \[2\], and its space \[3\]$"),
+        ("reset", r"clock: copy 0 of 2, reset with seed \d+: RuntimeError: no power$"),
+    ],
+)
+def test_what_fails_is_named_when_the_program_has_returned(how, said):
+    env = from_gymnasium(faulty(how), "clock")
+    steps = jit(lambda key: played(vectorize(env, 2), key, 4))(jax.random.key(0))[3]
+    assert steps.truncated[-1].all()  # nothing is played after it
+    with pytest.raises(EnvironmentFailed, match=said):
+        host.raise_failure(env)
+    host.raise_failure(env)  # once
+    assert env.copies.counts == (0, 0)
+
+
+def test_names_and_parameters(monkeypatch, tmp_path):
+    assert env_parameters("gymnasium/FrozenLake-v1")["map_name"] == "4x4"
+    env = make_env("gymnasium/FrozenLake-v1", map_name="8x8", time_limit=7, reward_scale=2.0)
+    assert (env.observation_space, env.action_space) == (Discrete(64), Discrete(4))
+    assert env_parameters("gymnasium/CartPole-v1") == {"sutton_barto_reward": False, "max_episode_steps": 500}
+    (tmp_path / "clocks.py").write_text(
+        "import gymnasium\nfrom tests.envs.test_gymnasium import Clock\ngymnasium.register('Clock-v0', Clock)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert make_env("gymnasium/clocks:Clock-v0").observation_space.shape == (3,)
+    del gymnasium.registry["Clock-v0"], sys.modules["clocks"]
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "said"),
+    [
+        ("gymnasium/LunarLander-v9", {}, r"unknown env 'gymnasium/LunarLander-v9'; did you mean 'gymnasium/LunarLander-v3'"),
+        ("gymnasium/nothing-like-it", {}, r"unknown env 'gymnasium/nothing-like-it'"),
+        ("gymnasium/ALE/Pong-v5", {}, r"gymnasium/ALE/Pong-v5'.*Namespace ALE not found"),
+        ("gymnasium/no_module:Foo-v0", {}, r"No module named 'no_module'"),
+        ("FrozenLake-v1", {}, r"unknown env 'FrozenLake-v1'; did you mean 'gymnasium/FrozenLake-v1'\?"),
+        ("gymnasium/CartPole-v1", {"gravity": 1.0}, r"unknown key env_params\.gravity for gymnasium/CartPole-v1"),
+        ("gymnasium/FrozenLake-v1", {"map_name": "5x5"}, r"'gymnasium/FrozenLake-v1' cannot be made .*5x5"),
+        ("gymnasium/Blackjack-v1", {}, r"'gymnasium/Blackjack-v1': its observations are Tuple, and must be Box, .* flatten them"),
+    ],
+)
+def test_wrong_names_and_parameters_are_one_line(name, params, said):
+    with pytest.raises(ValueError, match=said) as error:
+        make_env(name, **params)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("error", [gymnasium.error.DependencyNotInstalled, ModuleNotFoundError])
+def test_a_missing_library_is_named_with_the_extra(monkeypatch, error):
+    def missing(entry_point):
+        raise error("Box2D is not installed, run `pip install gymnasium[box2d]`")
+
+    monkeypatch.setattr("rljax.envs.gymnasium.load_env_creator", missing)
+    with pytest.raises(ValueError, match=r"LunarLander-v3': Box2D is not installed: pip install 'rljax\[gymnasium\]'$"):
+        make_env("gymnasium/LunarLander-v3")
+
+
+# ------------------------------------------------------------------------------------------------------------ the other way
+
+
+@pytest.mark.filterwarnings("ignore")  # the checker recommends, and warns of infinite boxes
+@pytest.mark.parametrize("name", ["CartPole-v1", "Pendulum-v1", "Breakout-MinAtar", "GoalGrid", "TicTacToe"])
+def test_gymnasiums_checker_passes(name):
+    check_env(to_gymnasium(name))
+
+
+def test_an_environment_of_ours_as_gymnasiums():
+    env = to_gymnasium("TicTacToe")
+    assert env.action_space == spaces.Discrete(9)
+
+    def game(seed=None):
+        observation, info = env.reset(seed=seed)
+        seen, total, done = [observation], 0.0, False
+        while not done:
+            assert env.observation_space.contains(observation)
+            mask = info["action_mask"]
+            assert mask.dtype == np.int8
+            action = env.action_space.sample(mask)
+            observation, reward, terminated, truncated, info = env.step(action)
+            assert isinstance(reward, float)
+            assert not truncated
+            total, done = total + reward, terminated
+            seen.append(observation)
+        return np.stack(seen)
+
+    env.action_space.seed(0)
+    first, other = game(seed=1), game()
+    env.action_space.seed(0)
+    np.testing.assert_array_equal(game(seed=1), first)
+    np.testing.assert_array_equal(game(), other)
+    with pytest.raises(ValueError, match="env 'CartPoe'"):
+        to_gymnasium("CartPoe")
+
+
+def test_copies_of_ours_as_gymnasiums():
+    env = to_gymnasium_vector("CartPole-v1", 3, max_steps_in_episode=12)
+    assert env.metadata["autoreset_mode"] is gymnasium.vector.AutoresetMode.SAME_STEP
+    assert env.action_space == spaces.MultiDiscrete([2, 2, 2])
+    observations, infos = env.reset(seed=0)
+    assert observations.shape == (3, 4)
+    assert infos.keys() == {"episode_return", "_episode_return", "episode_length", "_episode_length"}
+    kinds = set()
+    for t in range(40):
+        before = observations
+        observations, rewards, terminations, truncations, infos = env.step(np.array([t % 2, 1, 1 - t % 2]))
+        assert (rewards.dtype, rewards.shape) == (np.float64, (3,))
+        done = terminations | truncations
+        assert ("final_obs" in infos) == done.any()
+        for i in np.flatnonzero(done):
+            assert infos["_final_obs"][i]
+            assert env.single_observation_space.contains(infos["final_obs"][i]) or terminations[i]
+            assert np.abs(infos["final_obs"][i] - before[i]).max() < 1.0  # goes on from the step before, and ...
+            assert np.abs(observations[i]).max() <= 0.05  # ... the new one is a start
+            assert infos["final_info"]["episode_length"][i] <= 12
+            kinds.add("terminated" if terminations[i] else "truncated")
+        np.testing.assert_array_equal(infos["_episode_length"], ~done)
+        if done.any():
+            np.testing.assert_array_equal(infos["_final_obs"], done)
+            assert all(infos["final_obs"][i] is None for i in np.flatnonzero(~done))
+    assert kinds == {"terminated", "truncated"}
+    np.testing.assert_array_equal(env.reset(seed=0)[0], env.reset(seed=0)[0])
+    with pytest.raises(ValueError, match="one seed starts all copies"):
+        env.reset(seed=[1, 2, 3])
+
+
+def test_masks_of_copies():
+    env = to_gymnasium_vector("TicTacToe", 2)
+    _, infos = env.reset(seed=0)
+    for _ in range(6):
+        mask = infos["action_mask"]
+        assert (mask.dtype, mask.shape) == (np.int8, (2, 9))
+        _, _, terminations, _, infos = env.step(mask.argmax(1))
+        if terminations.any():
+            assert infos["final_info"]["action_mask"].shape == (2, 9)
+            assert infos["action_mask"].any(1).all()
+            return
+    pytest.fail("no game ended")
+
+
+@pytest.mark.slow
+def test_stable_baselines_trains_on_it():
+    sb3 = pytest.importorskip("stable_baselines3")
+    from stable_baselines3.common.evaluation import evaluate_policy
+    from stable_baselines3.common.monitor import Monitor
+
+    env = Monitor(to_gymnasium("CartPole-v1"))
+    model = sb3.PPO("MlpPolicy", env, n_steps=1024, gae_lambda=0.98, learning_rate=1e-3, seed=0, device="cpu")
+    model.learn(30_000)
+    assert evaluate_policy(model, env, 20)[0] > 400
