@@ -101,7 +101,7 @@ class Copies:
         """One more that waits."""
         self._idle.append(simulator)
 
-    def begin(self, wanted: np.ndarray, seeds: np.ndarray, before: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def begin(self, seeds: np.ndarray, wanted: np.ndarray, before: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """New episodes where ``wanted [R]``: ``(handles [R], observations [R, ...])``; elsewhere -1 and zeros.
 
         Args:
@@ -202,7 +202,7 @@ class HostEnvironment:
     def reset(self, key: Array) -> tuple[HostState, TimeStep]:
         wanted, before = _replaced.get() or (jnp.ones((), bool), jnp.full((), -1, jnp.int32))
         seed = jax.random.bits(key, (1,), jnp.uint32)
-        handle, observation = (x[0] for x in self._begin(wanted[None], seed, before[None]))
+        handle, observation = (x[0] for x in self._begin(seed, wanted[None], before[None]))
         return HostState(handle, jnp.zeros((), jnp.int32), observation), restart(observation)
 
     def step(self, key: Array, state: HostState, action: Array) -> tuple[HostState, TimeStep]:
@@ -274,11 +274,13 @@ def _host_state(states: Any) -> HostState:
 
 
 def _for_all_lanes(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` of rows ``[R, ...]``, which ``vmap`` calls once with the rows of all that is mapped."""
+    """``function`` of rows ``[R, ...]``, which ``vmap`` calls once with all rows; it must map the first argument."""
     mapped = jax.custom_batching.custom_vmap(function)
 
     @mapped.def_vmap
     def of_all(size: int, is_mapped: Any, *args: Array) -> Any:
+        if not is_mapped[0]:
+            raise ValueError("vmap would step one copy on the host several times: map its reset too, with a key for each")
         args = tuple(x if own else jnp.broadcast_to(x, (size, *x.shape)) for x, own in zip(args, is_mapped, strict=True))
         results = mapped(*(x.reshape(-1, *x.shape[2:]) for x in args))
         return tuple(x.reshape(size, -1, *x.shape[1:]) for x in results), (True,) * len(results)
@@ -286,10 +288,10 @@ def _for_all_lanes(function: Callable[..., Any]) -> Callable[..., Any]:
     return mapped
 
 
-def _begin(copies: Copies, observation: Space, wanted: Array, seeds: Array, before: Array) -> Any:
-    rows = len(wanted)
+def _begin(copies: Copies, observation: Space, seeds: Array, wanted: Array, before: Array) -> Any:
+    rows = len(seeds)
     shapes = (jax.ShapeDtypeStruct((rows,), jnp.int32), jax.ShapeDtypeStruct((rows, *observation.shape), observation.dtype))
-    return _call(copies.begin, shapes, wanted, seeds, before)
+    return _call(copies.begin, shapes, seeds, wanted, before)
 
 
 def _step(copies: Copies, observation: Space, handles: Array, steps: Array, actions: Array) -> Any:

@@ -208,7 +208,10 @@ def build(
         traces["evaluate"] += 1
         env, agent = bind(lane)
         sizes = (experiment.eval_episodes, experiment.eval_max_steps)
-        return evaluate_agent(agent, as_evaluated(env), state, evaluation_key(experiment), *sizes, greedy, data)
+        key = evaluation_key(experiment)
+        if host.is_on_host(env):  # the same for all lanes, but each plays on copies of its own
+            key = jax.random.wrap_key_data(jax.random.key_data(key) | (lane[0] & jnp.uint32(0)))
+        return evaluate_agent(agent, as_evaluated(env), state, key, *sizes, greedy, data)
 
     lanes = _stack(experiment)
     num_lanes = len(experiment.lanes())

@@ -214,6 +214,12 @@ def test_evaluations_play_whole_episodes_and_give_the_copies_back():
     assert env.copies.counts == (0, 16)
 
 
+def test_lanes_that_would_share_a_copy_are_refused():
+    env = clock()
+    with pytest.raises(ValueError, match="vmap would step one copy on the host several times"):
+        jax.vmap(lambda x: evaluate_agent(acts(lambda o: o[:, 0] * 0 + x), env, (), jax.random.key(0), 2, 5))(jnp.arange(2))
+
+
 def test_a_policy_for_cartpole_earns_the_same_in_both():
     balance = acts(lambda x: x @ jnp.array([0.1, 0.5, 3.0, 1.5]) > 0)
     for name in ("CartPole-v1", "gymnasium/CartPole-v1"):

@@ -49,7 +49,7 @@ CONFIG = {
     "algo.num_steps": 8,
     "algo.hidden": [4],
     "algo.normalize_observations": True,
-    "seeds": [0, 1],
+    "seeds": [0, 1, 2, 3],  # two on each device: they are evaluated with one key, on copies of their own
     "total_steps": 640,
     "evals": 4,
     "eval_episodes": 2,
@@ -86,7 +86,7 @@ def test_a_run_that_fails_on_the_host_ends_with_a_line_and_goes_on(walks, capsys
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert "Traceback" not in said
-    for part in ("gymnasium/walks:Walk-v0: copy ", " of 2, step ", "the observation is not finite", "its last checkpoint"):
+    for part in ("gymnasium/walks:Walk-v0: copy ", " of 4, step ", "the observation is not finite", "its last checkpoint"):
         assert part in said
     path = next(Path("runs/walk").glob("*/config.toml")).parent
     steps = [row["step"] for row in rows(path)]
