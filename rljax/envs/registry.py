@@ -1,5 +1,5 @@
-"""Names to environments: gymnax's own, ``brax/``, ``playground/``, ``gymnasium/``, ``module:attribute``, and what users and packages
-register."""
+"""Names to environments: gymnax's own, ``brax/``, ``playground/``, ``gymnasium/``, ``module:attribute``, and what users and
+packages register."""
 
 import contextlib
 import difflib
