@@ -17,7 +17,7 @@ from jax import Array
 from rljax.envs import Tokens
 from rljax.envs.wrappers import as_evaluated
 from rljax.experiment.config import Experiment, InputError
-from rljax.experiment.run import paid_environment
+from rljax.experiment.programs import paid_environment
 from rljax.lm.graders import Item
 
 DEMONSTRATIONS = 64  # draws of what a task demonstrates, of which the best counts as the right answer

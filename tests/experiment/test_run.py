@@ -20,6 +20,7 @@ from rljax.experiment import (
     InputError,
     SaveError,
     checkpoint,
+    directory,
     evaluate,
     lanes,
     load,
@@ -374,7 +375,7 @@ def test_a_disk_that_fills_while_metrics_are_written_is_no_traceback(tmp_path, m
     def full(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(sys.modules["rljax.experiment.run"]._Metrics, "write", full)  # the name is also a function's
+    monkeypatch.setattr(directory.Metrics, "write", full)
     e = tiny(tmp_path)
     e.path.mkdir(parents=True)
     (e.path / "config.toml").write_text(e.to_toml())
