@@ -65,6 +65,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     status = 1
     try:
         status = _status(arguments)
+    except RuntimeError as error:
+        if not str(error).startswith(("Unable to initialize backend", "Backend '")):
+            raise
+        print(f"rljax: JAX_PLATFORMS: {str(error).splitlines()[0]}", file=sys.stderr)
+        status = 2
     finally:
         hosts.leave(0 if status == STOPPED else status)  # all have saved together
     return status
