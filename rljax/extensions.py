@@ -4,8 +4,10 @@ Their names are read from the metadata of installed packages, which imports none
 own is used, and one that cannot be is an error of that name alone.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from importlib import metadata
 from typing import Any
 
@@ -55,3 +57,13 @@ def load(kind: str, entry: metadata.EntryPoint) -> Any:
         raise ValueError(
             f"{kind} {entry.name!r} of {package(entry)} cannot be loaded from {entry.value}: {type(error).__name__}: {words}"
         ) from error
+
+
+@contextlib.contextmanager
+def search_path(directory: str) -> Iterator[None]:
+    """Modules are looked for in ``directory`` first."""
+    sys.path.insert(0, directory)
+    try:
+        yield
+    finally:
+        sys.path.remove(directory)

@@ -19,7 +19,7 @@ from jax import Array
 
 from rljax.agents.bandits import Bandit, best
 from rljax.agents.base import BANDITS, agent_module
-from rljax.envs.registry import did_you_mean
+from rljax.options import did_you_mean
 
 DRAWS = 1000  # by which a propensity is estimated that has no closed form
 BLOCK = 1024  # decisions of a log that one call of the compiled program takes at most

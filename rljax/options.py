@@ -1,6 +1,7 @@
 """Options: the fields of configs. Each says once what it means, what it may be, and whether one program can sweep it."""
 
 import dataclasses
+import difflib
 from typing import Any, TypeVar, dataclass_transform
 
 import jax
@@ -55,3 +56,11 @@ def check_fields(self: Any, section: str = "algo") -> None:
         is_plain = isinstance(value, int | float | str) and not isinstance(value, bool)
         if is_plain and not is_in_range(value, field.metadata):
             raise ValueError(f"{section}.{field.name} must be {range_text(field.metadata)}, got {value!r}")
+
+
+def did_you_mean(word: str, options: list[str]) -> str:
+    """``"; did you mean 'x' or 'y'?"``, or nothing where no option is near."""
+    by_lower = {option.lower(): option for option in options}
+    near = [by_lower[match] for match in difflib.get_close_matches(word.lower(), by_lower, n=3, cutoff=0.55)]
+    near = near or [option for option in options if word.lower() in option.lower()][:3]
+    return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""

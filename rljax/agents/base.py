@@ -8,9 +8,9 @@ from jax import Array
 
 from rljax import extensions
 from rljax.envs import Environment
-from rljax.envs.registry import did_you_mean
 from rljax.networks import Policy
 from rljax.networks.transformer import join
+from rljax.options import did_you_mean
 
 BANDITS = ("linucb", "thompson", "epsilon_greedy", "neural_linear")
 NAMES = (

@@ -2,15 +2,16 @@
 
 from typing import TYPE_CHECKING, Any
 
-from rljax.envs.base import Environment, TimeStep, check, restart, transition
+from rljax.envs.base import Environment, TimeStep, all_ended, check, restart, transition
 from rljax.envs.host import EnvironmentFailed
 from rljax.envs.registry import env_names, env_parameters, make_env, register_env
 from rljax.envs.spaces import Box, Discrete, MultiDiscrete, Space, Tokens, space_text
-from rljax.envs.vector import VectorEnvironment, all_ended, group, vectorize
+from rljax.envs.vector import VectorEnvironment, group, vectorize
 from rljax.envs.wrappers import TimeLimit
 
 if TYPE_CHECKING:
-    from rljax.envs.gymnasium import from_gymnasium, to_gymnasium, to_gymnasium_vector
+    from rljax.envs.as_gymnasium import to_gymnasium, to_gymnasium_vector
+    from rljax.envs.gymnasium import from_gymnasium
 
 __all__ = [
     "Box",
@@ -41,8 +42,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("from_gymnasium", "to_gymnasium", "to_gymnasium_vector"):  # gymnasium is slow to import
+    if name == "from_gymnasium":  # gymnasium is slow to import
         from rljax.envs import gymnasium
 
-        return getattr(gymnasium, name)
+        return gymnasium.from_gymnasium
+    if name in ("to_gymnasium", "to_gymnasium_vector"):
+        from rljax.envs import as_gymnasium
+
+        return getattr(as_gymnasium, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

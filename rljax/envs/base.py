@@ -128,3 +128,19 @@ def check(env: Environment, name: str = "environment") -> None:
         size = space.n if isinstance(space, Discrete) else sum(space.nvec) if isinstance(space, MultiDiscrete) else None
         if size is None or timestep.action_mask.shape != (size,) or timestep.action_mask.dtype != jnp.bool_:
             raise TypeError(f"{name}: action_mask must be bool[{size}], with discrete actions only")
+
+
+@jax.custom_batching.custom_vmap
+def all_ended(ended: Array) -> Array:
+    """bool ``[]``, all of ``ended``, over every lane that is mapped too: a ``while_loop`` whose condition it is stops for all at
+    once.
+
+    A condition of each lane's own would have ``vmap`` select between the old and the new of everything that the loop carries.
+    """
+    return jnp.all(ended)
+
+
+@all_ended.def_vmap
+def _all_ended_lanes(axis_size: int, in_batched: Any, ended: Array) -> tuple[Array, bool]:
+    del axis_size, in_batched
+    return all_ended(ended), False

@@ -28,9 +28,10 @@ from jax import Array
 from jax.experimental import io_callback
 from jax.experimental.buffer_callback import buffer_callback
 
-from rljax.envs.base import TimeStep, restart, transition
+from rljax.envs.base import TimeStep, all_ended, restart, transition
 from rljax.envs.spaces import Space
 
+ON_HOST = "gymnasium/"  # what names of such environments begin with
 _handles = itertools.count(secrets.randbits(30))  # one for each episode; those of an earlier process are unlikely to come again
 _replaced: ContextVar[tuple[Array, Array] | None] = ContextVar("replaced", default=None)
 
@@ -225,7 +226,6 @@ def restart_ended(env: Any, keys: Array, done: Array, state: Any, timestep: Time
 
     A loop of one turn or none stands for the condition: ``vmap`` has no condition around a callback.
     """
-    from rljax.envs.vector import all_ended
 
     def reset(key: Array, wanted: Array, state: Any) -> Any:
         token = _replaced.set((wanted, _host_state(state).handle))  # reaches the host's reset through all wrappers

@@ -1,8 +1,6 @@
 """Names to environments: gymnax's own, ``brax/``, ``playground/``, ``gymnasium/``, ``module:attribute``, and what users and
 packages register."""
 
-import contextlib
-import difflib
 import functools
 import hashlib
 import importlib
@@ -11,7 +9,7 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -21,7 +19,9 @@ import jax.numpy as jnp
 from rljax import extensions
 from rljax.envs import host
 from rljax.envs.base import Environment, check
+from rljax.envs.host import ON_HOST
 from rljax.envs.wrappers import Randomized, ScaleReward, SelectObservation, TimeLimit, is_range
+from rljax.options import did_you_mean
 
 OWN = {
     "BernoulliBandit": "rljax.envs.bandits:BernoulliBandit",
@@ -46,7 +46,6 @@ OWN = {
         )
     },
 }
-ON_HOST = "gymnasium/"
 WRAPPERS = {"time_limit": 1, "reward_scale": 1.0}  # keyword arguments of `make_env` for every environment, with examples
 _registered: dict[str, Callable[..., Environment]] = {}
 
@@ -83,10 +82,10 @@ def env_parameters(name: str) -> dict[str, Any]:
     Raises:
       ValueError: an unknown name, one that is registered twice, or one of a package that cannot be loaded.
     """
-    from rljax.envs import brax, gymnax, playground
+    from rljax.envs import brax, gymnasium, gymnax, playground
 
     if name.startswith(ON_HOST):
-        return _gymnasium().parameters(name.removeprefix(ON_HOST))
+        return gymnasium.parameters(name.removeprefix(ON_HOST))
     factory = _factory(name)
     if factory is not None:
         signature = inspect.signature(factory).parameters.values()
@@ -102,7 +101,7 @@ def env_parameters(name: str) -> dict[str, Any]:
     if name in gymnax.EXCLUDED:
         raise ValueError(f"env {name!r} is left out: it {gymnax.EXCLUDED[name]}")
     near = did_you_mean(name, env_names())
-    if name in _gymnasium().gymnasium.registry:
+    if name in gymnasium.gymnasium.registry:
         near = f"; did you mean {ON_HOST + name!r}?"
     raise ValueError(f"unknown env {name!r}{near}; `rljax list` shows all")
 
@@ -149,7 +148,7 @@ def make_env(name: str, *, time_limit: int | None = None, reward_scale: float | 
 
 
 def _make(name: str, factory: Callable[..., Environment] | None, **kwargs: Any) -> Environment:
-    from rljax.envs import brax, gymnax, playground
+    from rljax.envs import brax, gymnasium, gymnax, playground
 
     if factory is not None:
         env = factory(**kwargs)
@@ -160,7 +159,7 @@ def _make(name: str, factory: Callable[..., Environment] | None, **kwargs: Any) 
     if name.startswith("playground/"):
         return playground.make(name[11:], **kwargs)
     if name.startswith(ON_HOST):
-        return _gymnasium().make(name.removeprefix(ON_HOST), **kwargs)
+        return gymnasium.make(name.removeprefix(ON_HOST), **kwargs)
     return gymnax.make(name, **kwargs)
 
 
@@ -195,28 +194,6 @@ def stateless_cartpole(**kwargs: Any) -> Environment:
     return SelectObservation(make_env("CartPole-v1", **kwargs), (0, 2))
 
 
-def did_you_mean(word: str, options: list[str]) -> str:
-    """``"; did you mean 'x' or 'y'?"``, or nothing where no option is near."""
-    by_lower = {option.lower(): option for option in options}
-    near = [by_lower[match] for match in difflib.get_close_matches(word.lower(), by_lower, n=3, cutoff=0.55)]
-    near = near or [option for option in options if word.lower() in option.lower()][:3]
-    return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
-
-
-def _gymnasium() -> ModuleType:
-    return importlib.import_module("rljax.envs.gymnasium")  # which imports this module
-
-
-@contextlib.contextmanager
-def search_path(directory: str) -> Iterator[None]:
-    """Modules are looked for in ``directory`` first."""
-    sys.path.insert(0, directory)
-    try:
-        yield
-    finally:
-        sys.path.remove(directory)
-
-
 def _factory(name: str) -> Callable[..., Environment] | None:
     if entry := extensions.find("environment", name, _own_names):
         factory: Callable[..., Environment] = extensions.load("environment", entry)
@@ -231,7 +208,7 @@ def _factory(name: str) -> Callable[..., Environment] | None:
     if path and not os.path.exists(path):
         raise ValueError(f"env {name!r}: no file {module_name}")
     try:
-        with search_path(os.path.dirname(path) if path else os.getcwd()):
+        with extensions.search_path(os.path.dirname(path) if path else os.getcwd()):
             module = _load(path) if path else importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise ValueError(f"env {name!r}: {error}") from error

@@ -48,22 +48,6 @@ def _where(condition: Array, a: Any, b: Any) -> Any:
     return jax.tree.map(lambda x, y: jnp.where(condition.reshape(condition.shape + (1,) * (x.ndim - 1)), x, y), a, b)
 
 
-@jax.custom_batching.custom_vmap
-def all_ended(ended: Array) -> Array:
-    """bool ``[]``, all of ``ended``, over every lane that is mapped too: a ``while_loop`` whose condition it is stops for all at
-    once.
-
-    A condition of each lane's own would have ``vmap`` select between the old and the new of everything that the loop carries.
-    """
-    return jnp.all(ended)
-
-
-@all_ended.def_vmap
-def _all_ended_lanes(axis_size: int, in_batched: Any, ended: Array) -> tuple[Array, bool]:
-    del axis_size, in_batched
-    return all_ended(ended), False
-
-
 class VectorEnvironment:
     """``num_envs`` copies of ``env``; made by `vectorize` and `group`.
 

@@ -21,11 +21,12 @@ from typing import Any
 import tomli_w
 
 from rljax.agents.base import agent_module, agent_name, agent_names
-from rljax.envs.registry import ON_HOST, WRAPPERS, did_you_mean, env_parameters, takes_traced
+from rljax.envs.host import ON_HOST
+from rljax.envs.registry import WRAPPERS, env_parameters, takes_traced
 from rljax.envs.wrappers import is_range
 from rljax.experiment import devices
 from rljax.networks import Transformer
-from rljax.options import is_in_range, range_text, static
+from rljax.options import did_you_mean, is_in_range, range_text, static
 
 SECTIONS = ("model", "algo", "env_params", "sweep")
 SOURCES = ("start_from", "reward_from")  # keys that name an experiment which runs first

@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from rljax.envs.registry import did_you_mean
 from rljax.experiment.config import Experiment, InputError
 from rljax.experiment.report import setting_label
+from rljax.options import did_you_mean
 
 PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
 PROJECT = "rljax"  # of what is logged to Weights & Biases and to trackio, unless their own variables name another

@@ -673,7 +673,7 @@ def _content(item: Item, grader: str) -> bytes:
 
 
 def _near(word: str, options: Iterable[str]) -> str:
-    from rljax.envs.registry import did_you_mean
+    from rljax.options import did_you_mean
 
     return did_you_mean(word, list(options))
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from rljax.envs.registry import did_you_mean
 from rljax.lm.graders import load_jsonl
+from rljax.options import did_you_mean
 
 KEYS = ("prompt", "messages", "chosen", "rejected", "margin")
 

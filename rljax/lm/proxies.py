@@ -6,9 +6,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from rljax.envs import Environment, TimeStep
-from rljax.envs.registry import did_you_mean
 from rljax.envs.tokens import TokenEnvironment, TokenState
 from rljax.envs.wrappers import Wrapper
+from rljax.options import did_you_mean
 
 
 def contains(completion: Array, length: Array, answer: Array) -> Array:
