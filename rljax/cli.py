@@ -685,7 +685,7 @@ class _Progress:
         elif kind == "start":
             e, p = event["experiment"], event["program"]
             self._began, self._resumed_at = time.perf_counter(), event["resumed_at"]
-            resumed = f", resumed at step {self._resumed_at:,}" if self._resumed_at else ""
+            resumed = f", resumed at step {self._resumed_at:,}" if self._resumed_at > p.steps_at(0) else ""
             lanes, devices = (f"{n} {word}{'s' * (n > 1)}" for n, word in ((p.num_lanes, "lane"), (p.mesh.size, "device")))
             self._print(f"{e.algo_name} on {e.env}: {lanes} on {devices}{resumed}\n{event['path']}")
         elif kind == "chunk":

@@ -38,6 +38,15 @@ def test_run_prints_plain_lines_and_a_summary(capsys, tmp_path):
     assert "\x1b" not in out
 
 
+def test_a_run_that_begins_with_random_steps_is_not_said_to_resume(capsys, tmp_path):
+    flags = "--env CartPole-v1 --total-steps 64 --seeds 0 --evals 1 --eval-episodes 2 --algo.name dqn --algo.hidden 8".split()
+    sizes = "--algo.num-envs 2 --algo.num-steps 8 --algo.batch-size 8 --algo.learning-starts 16 --algo.buffer-size 64".split()
+    status, out, _ = call(capsys, "run", *flags, *sizes, "--out", tmp_path)
+    assert status == 0
+    assert "dqn on CartPole-v1: 1 lane on" in out
+    assert "resumed" not in out
+
+
 def test_run_again_says_that_it_is_finished(capsys, run_directory):
     status, out, _ = call(capsys, "run", run_directory)
     assert status == 0
