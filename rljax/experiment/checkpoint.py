@@ -63,7 +63,7 @@ class Checkpoints:
         Raises:
           SaveError: the disk is full or not writable; earlier checkpoints stay valid.
         """
-        tree = jax.tree.map(np.asarray, jax.device_get(_without_keys(states)))
+        tree = jax.tree.map(np.asarray, jax.device_get(_storable(states)))
         hosts.lead(lambda: self._write(chunk, tree))
 
     def _write(self, chunk: int, tree: Any) -> None:
@@ -86,7 +86,7 @@ class Checkpoints:
             raise InputError(
                 f"checkpoint {chunk} is gone: a run keeps its last {KEEP}, here {', '.join(map(str, self.steps())) or 'none'}"
             )
-        plain = jax.eval_shape(_without_keys, like)
+        plain = jax.eval_shape(_storable, like)
         template = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), plain)
         try:
             tree = self._manager.restore(chunk, args=self._ocp.args.StandardRestore(template))
@@ -96,7 +96,7 @@ class Checkpoints:
             if (wanted.shape, wanted.dtype) != (got.shape, got.dtype):
                 shapes = f"{got.dtype}{list(got.shape)} where {wanted.dtype}{list(wanted.shape)} is wanted"
                 raise InputError(f"checkpoint {self.directory / str(chunk)} is of another program: {shapes}")
-        return _with_keys(like, tree)
+        return _restored(like, tree)
 
     def restore_latest(self, like: Any) -> tuple[int, Any, list[str]] | None:
         """``(chunk, states, notes)`` of the newest checkpoint that process 0 can read; None where there is none at all.
@@ -143,9 +143,17 @@ def _is_key(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def _without_keys(tree: Any) -> Any:
-    return jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else x, tree)
+def _storable(tree: Any) -> Any:
+    """What orbax can save: keys as their data, and None for arrays without an element, of which physics models have some."""
+    return jax.tree.map(lambda x: None if x.size == 0 else jax.random.key_data(x) if _is_key(x) else x, tree)
 
 
-def _with_keys(like: Any, tree: Any) -> Any:
-    return jax.tree.map(lambda t, x: jax.random.wrap_key_data(x) if _is_key(t) else x, like, tree)
+def _restored(like: Any, tree: Any) -> Any:
+    """The other way; what nothing was saved of is empty, as in ``like``."""
+
+    def leaf(wanted: Any, x: Any) -> Any:
+        if x is None:
+            return np.zeros(wanted.shape, wanted.dtype)
+        return jax.random.wrap_key_data(x) if _is_key(wanted) else x
+
+    return jax.tree.map(leaf, like, tree)
