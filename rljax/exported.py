@@ -159,6 +159,8 @@ def _checked(name: str, value: Any, spec: dict[str, Any] | None, batch: int) -> 
     value = _array(value)
     if value.shape != (batch, *spec["shape"]) or value.dtype != spec["dtype"] or not batch:
         raise ValueError(f"{name} must be {wanted}, got {_said(value)}")
+    if name == "mask" and isinstance(value, np.ndarray) and not value.any(-1).all():
+        raise ValueError("mask must have a legal action in each row")
     return value
 
 

@@ -24,6 +24,7 @@ from rljax.options import did_you_mean
 DRAWS = 1000  # by which a propensity is estimated that has no closed form
 BLOCK = 1024  # decisions of a log that one call of the compiled program takes at most
 FORMAT = "rljax online 1"
+LARGEST = 1e6  # of what is learnt from, in size: its squares are summed in float32, and one that is not finite would stay
 traces: Counter[str] = Counter()  # how often each function was traced, in this process
 
 
@@ -118,7 +119,7 @@ class Online:
             not 0 to 1); one line.
         """
         context = () if context is None else context
-        self.replay(np.asarray(context, np.float32)[None] if self.context_size else None, [action], [reward])
+        self.replay(self._contexts(context, ())[None] if self.context_size else None, [action], [reward])
 
     def replay(self, contexts: Any, actions: Sequence[int] | np.ndarray, rewards: Sequence[float] | np.ndarray) -> None:
         """Learns from a log of decisions, whoever made them: the same as `learn` of one after the other.
@@ -131,7 +132,8 @@ class Online:
         Raises:
           ValueError: as `learn`; columns of different lengths. Nothing has been learned then.
         """
-        chosen, paid = np.asarray(actions), np.asarray(rewards, np.float32)
+        chosen = _numbers("action must be a number", actions)
+        paid = _numbers("reward must be a number", rewards)
         if chosen.ndim != 1 or paid.shape != chosen.shape:
             raise ValueError(f"actions and rewards must be two columns of one length, got {chosen.shape} and {paid.shape}")
         rows = self._contexts(np.zeros((len(chosen), 0)) if contexts is None else contexts, chosen.shape)
@@ -140,9 +142,11 @@ class Online:
             raise ValueError(f"action must be a whole number of 0 to {self.num_actions - 1}, got {chosen[~is_arm][0]}")
         if not np.isfinite(paid).all():
             raise ValueError(f"reward must be finite, got {paid[~np.isfinite(paid)][0]}")
+        if not (np.abs(paid) <= LARGEST).all():
+            raise ValueError(f"reward must be at most {LARGEST:g} in size, got {paid[np.abs(paid) > LARGEST][0]:g}; scale it")
         if getattr(self.config, "prior", None) == "bernoulli" and not ((paid >= 0) & (paid <= 1)).all():
             raise ValueError(f"reward must be 0 to 1 with prior 'bernoulli', got {paid[(paid < 0) | (paid > 1)][0]:g}")
-        chosen, start = chosen.astype(np.int32), 0
+        chosen, paid, start = chosen.astype(np.int32), paid.astype(np.float32), 0
         while start < len(chosen):
             until_refresh = self.config.num_steps - self.learned % self.config.num_steps
             count = min(len(chosen) - start, BLOCK, until_refresh if self.name == "neural_linear" else BLOCK)
@@ -225,15 +229,22 @@ class Online:
 
     def _contexts(self, context: Any, lead: tuple[int, ...]) -> np.ndarray:
         """float32 ``[*lead, context_size]``."""
-        try:
-            rows = np.asarray(context, np.float32)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"context must be {self.context_size} numbers, got {context!r}") from error
+        rows = _numbers(f"context must be {self.context_size} numbers", context)
         if rows.shape != (*lead, self.context_size):
             raise ValueError(f"context must be of shape {[*lead, self.context_size]}, got {list(rows.shape)}")
         if not np.isfinite(rows).all():
             raise ValueError("context must be finite, and is not")
-        return rows
+        if not (np.abs(rows) <= LARGEST).all():
+            raise ValueError(f"context must hold numbers of at most {LARGEST:g} in size, got {rows.tolist()}; scale them")
+        return rows.astype(np.float32)
+
+
+def _numbers(what: str, value: Any) -> np.ndarray:
+    try:
+        numbers = np.asarray(value)
+        return numbers if numbers.size and numbers.dtype.kind in "iuf" else numbers.astype(np.float64)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{what}, got {value!r}") from error
 
 
 def _bandit(options: Any, sizes: tuple[int, int]) -> Bandit:

@@ -88,7 +88,8 @@ def agent_module(name: str) -> Any:
 def agent_name(config: Any) -> str:
     """The name of the algorithm that a config is of."""
     module = type(config).__module__
-    named = {entry.value: entry.name for found in extensions.entries("agent").values() for entry in found}
+    sole = [found[0] for name, found in extensions.entries("agent").items() if len(found) == 1 and name not in AGENTS]
+    named = {entry.value: entry.name for entry in sole}
     return named.get(module) or module.rpartition(".")[2]
 
 

@@ -35,6 +35,8 @@ def to_gymnasium_vector(env: str | Environment, num_envs: int, **env_params: Any
 
 
 def _ours(env: str | Environment, env_params: dict[str, Any]) -> Environment:
+    if env_params and not isinstance(env, str):
+        raise ValueError(f"{next(iter(env_params))}: parameters go with the name of an environment, not with one that is made")
     made = make_env(env, **env_params) if isinstance(env, str) else env
     if getattr(made, "outcome", None) is not None:
         raise ValueError(
@@ -69,6 +71,10 @@ class GymnasiumEnv(gymnasium.Env):
         return _observed(self.observation_space, timestep.observation), _info(timestep)
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        if self._state is None:
+            raise gymnasium.error.ResetNeeded("call reset before step")
+        if isinstance(self.action_space, spaces.Discrete) and not self.action_space.contains(np.int64(action)):
+            raise ValueError(f"action must be in {self.action_space}, got {action}")
         action = jnp.asarray(action, self.env.action_space.dtype)
         self._state, timestep = self._step(self._key, self._count, self._state, action)
         self._count += 1

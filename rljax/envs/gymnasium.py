@@ -126,7 +126,7 @@ def _explained(name: str, spec: Any) -> Any:
     try:
         yield
     except (ImportError, gymnasium.error.DependencyNotInstalled) as error:
-        said = str(error).split(", run")[0]
+        said = str(error).split(", run")[0].split(", you can")[0]
         entry = spec.entry_point if isinstance(spec.entry_point, str) else ""
         extra = ": pip install 'rljax[gymnasium]'" if entry.startswith(IN_EXTRA) else ""
         raise ValueError(f"env {ON_HOST + name!r}: {said}{extra}") from error
@@ -143,12 +143,20 @@ def _observations(space: Any, name: str) -> tuple[Space, Callable[[Any], Any]]:
         return _box(space), lambda x: x
     if isinstance(space, spaces.Discrete):
         start = int(space.start)
-        return Discrete(int(space.n)), lambda x: int(x) - start
+
+        def from_zero(x: Any) -> int:
+            if not space.contains(space.dtype.type(x)):
+                raise ValueError(f"the observation {x} is outside of {space}")
+            return int(x) - start
+
+        return Discrete(int(space.n)), from_zero
     if isinstance(space, spaces.MultiDiscrete):
         sizes, start = space.nvec.reshape(-1).astype(int), space.start.reshape(-1).astype(int)
         first = np.cumsum(sizes) - sizes
 
         def one_hot(x: Any) -> np.ndarray:
+            if not space.contains(np.asarray(x, space.dtype)):
+                raise ValueError(f"the observation {x} is outside of {space}")
             places = np.zeros(sizes.sum(), np.float32)
             places[first + np.asarray(x).reshape(-1) - start] = 1.0
             return places

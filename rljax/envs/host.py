@@ -10,6 +10,7 @@ The host never raises inside of a program, which would end the process with jax'
 `raise_failure` raises it when the program has returned.
 """
 
+import contextlib
 import functools
 import itertools
 import secrets
@@ -162,7 +163,8 @@ class Copies:
         playing, idle = self._playing, self._idle
         self._playing, self._idle = {}, []
         for simulator in [*idle, *(episode.simulator for episode in playing.values())]:
-            simulator.close()
+            with contextlib.suppress(Exception):  # of what nobody plays any more
+                simulator.close()
 
     def _no_observations(self, rows: int) -> np.ndarray:
         return np.zeros((rows, *self._shape), self._dtype)
@@ -176,7 +178,7 @@ class Copies:
         return array
 
     def _fail(self, place: str, error: BaseException) -> None:
-        if isinstance(error, Exception):
+        if not isinstance(error, KeyboardInterrupt):  # SystemExit would end the run as if all were well
             said = " ".join(str(error).split())
             kind = "" if type(error) is ValueError else type(error).__name__ + ": " * bool(said)
             error = EnvironmentFailed(f"{self._name}: {place}: {kind}{said}")

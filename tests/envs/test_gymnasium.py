@@ -29,6 +29,7 @@ from rljax.envs import (
     to_gymnasium_vector,
     vectorize,
 )
+from rljax.envs import gymnasium as gymnasium_adapter
 from rljax.experiment import evaluate_agent
 
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})  # compiling is all that costs here
@@ -344,9 +345,14 @@ def faulty(how):
             if self.steps == 2:
                 if how == "raise":
                     raise RuntimeError("the motor\nis broken")
+                if how == "exit":
+                    raise SystemExit(0)
                 observation = {"nan": np.array([np.nan, 0, 0]), "shape": np.zeros(2)}.get(how, observation)
                 reward = np.inf if how == "inf" else reward
             return observation, reward, terminated, truncated, info
+
+        def close(self):
+            raise RuntimeError("nobody plays it any more")
 
     return Faulty
 
@@ -355,6 +361,7 @@ def faulty(how):
     ("how", "said"),
     [
         ("raise", r"clock: copy 0 of 2, step 2 of the episode with seed \d+: RuntimeError: the motor is broken$"),
+        ("exit", r"clock: copy 0 of 2, step 2 of the episode with seed \d+: SystemExit: 0$"),
         ("nan", r"clock: copy 0 of 2, step 2 .*: the observation is not finite$"),
         ("inf", r"clock: copy 0 of 2, step 2 .*: the reward is inf$"),
         ("shape", r"clock: copy 0 of 2, step 2 .*: the observation has shape \[2\], and its space \[3\]$"),
@@ -369,6 +376,24 @@ def test_what_fails_is_named_when_the_program_has_returned(how, said):
         host.raise_failure(env)
     host.raise_failure(env)  # once
     assert env.copies.counts == (0, 0)
+
+
+def test_an_observation_outside_of_its_space_is_not_taken_for_another():
+    for space, outside in ((gymnasium.spaces.Discrete(4, start=1), 5), (gymnasium.spaces.MultiDiscrete([2, 3]), [2, 1])):
+        _, see = gymnasium_adapter._observations(space, "env")
+        with pytest.raises(ValueError, match=r"the observation .* is outside of"):
+            see(outside)
+
+
+def test_ours_refuses_what_is_no_action():
+    env = to_gymnasium("CartPole-v1")
+    with pytest.raises(gymnasium.error.ResetNeeded):
+        env.step(0)
+    env.reset(seed=0)
+    with pytest.raises(ValueError, match=r"action must be in Discrete\(2\), got 7"):
+        env.step(7)
+    with pytest.raises(ValueError, match="gravity: parameters go with the name of an environment"):
+        to_gymnasium(make_env("CartPole-v1"), gravity=3.0)
 
 
 def test_names_and_parameters(monkeypatch, tmp_path):
