@@ -84,6 +84,17 @@ def test_eval_needs_no_flags(capsys, run_directory):
         assert f"seed {row['seed']:>3}  return {row['eval/return']:.2f}" in out
 
 
+def test_eval_says_which_lanes_have_failed(capsys, run_directory, tmp_path):
+    lost = tmp_path / "a" / run_directory.name
+    shutil.copytree(run_directory, lost)
+    info = json.loads((lost / "run.json").read_text())
+    failed = [{"lane": 1, "seed": 1, "step": 64, "reason": "non-finite parameters"}]
+    (lost / "run.json").write_text(json.dumps({**info, "failed": failed}))
+    status, out, _ = call(capsys, "eval", lost)
+    assert status == 0
+    assert ["failed at step 64: non-finite parameters" in line for line in out.splitlines()[-2:]] == [False, True]
+
+
 def test_eval_in_another_environment(capsys, run_directory):
     arguments = ["eval", run_directory, "--env_params.max-steps-in-episode", 5, "--episodes", 3]
     status, out, _ = call(capsys, *arguments)
