@@ -362,7 +362,7 @@ def _eval(arguments: argparse.Namespace) -> int:
         return _samples(arguments)
     overrides = _elsewhere(arguments)
     steps, evaluation = evaluate(arguments.run, arguments.episodes, arguments.seed, overrides, not arguments.sample)
-    lanes = load_run(arguments.run).lanes()
+    lanes, failures = load_run(arguments.run).lanes(), _failures(arguments.run)
     how = "sampled" if arguments.sample else "greedy"
     where = "".join(f", {key} {value}" for key, value in overrides.items())
     print(f"{how}, {evaluation.returns.shape[1]} episodes a lane, after {steps:,} steps{where}")
@@ -373,7 +373,7 @@ def _eval(arguments: argparse.Namespace) -> int:
         mean, std = (known.mean(), known.std()) if known.size else (float("nan"), float("nan"))
         print(
             f"lane {lane['lane']:>3}  seed {lane['seed']:>3}{settings}  return {mean:.2f} +- {std:.2f}  "
-            f"length {lengths.mean():.1f}{unfinished}{_failure(arguments.run, lane['lane'])}"
+            f"length {lengths.mean():.1f}{unfinished}{failures.get(lane['lane'], '')}"
         )
     return 0
 
@@ -387,7 +387,7 @@ def _gif(arguments: argparse.Namespace) -> int:
     lanes = load_run(arguments.run).lanes()
     best = f", the best of {len(lanes)}" if arguments.lane is None and len(lanes) > 1 else ""
     where = "".join(f", {key} {value}" for key, value in overrides.items())
-    failure = _failure(arguments.run, about["lane"])
+    failure = _failures(arguments.run).get(about["lane"], "")
     print(f"lane {about['lane']}, seed {about['seed']}{best}, after {about['step']:,} steps{where}{failure}")
     for score, length, finished in zip(about["returns"], about["lengths"], about["finished"], strict=True):
         print(f"return {score:.6g} in {length:,} steps{'' if finished else ', unfinished'}")
@@ -395,13 +395,13 @@ def _gif(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _failure(run: str, lane: int) -> str:
-    """What must be said beside the numbers of a lane that has failed in training."""
+def _failures(run: str) -> dict[int, str]:
+    """What must be said beside the numbers of the lanes that have failed in training."""
     from rljax.experiment.directory import read_json
 
     file = Path(run) / "run.json"
     failed = read_json(file).get("failed", []) if file.is_file() else []
-    return "".join(f"  failed at step {entry['step']:,}: {entry['reason']}" for entry in failed if entry["lane"] == lane)
+    return {entry["lane"]: f"  failed at step {entry['step']:,}: {entry['reason']}" for entry in failed}
 
 
 def _elsewhere(arguments: argparse.Namespace) -> dict[str, Any]:

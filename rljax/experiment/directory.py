@@ -54,18 +54,19 @@ class Metrics:
         for number, line in enumerate(path.read_bytes().splitlines() if path.exists() else [], 1):
             try:
                 row = json.loads(line)
-                stays = {row["lane"], row["seed"]} and row["step"] in counts
+                _, _, step = row["lane"], row["seed"], row["step"]
+                stays = step in counts
             except (ValueError, TypeError, KeyError):
                 damaged = damaged or f" (line {number} cannot be read)"  # or was cut short by a kill, past the checkpoint
                 continue
             if stays:
                 kept.append(line)
-                counts[row["step"]] += 1
+                counts[step] += 1
                 self.rows.append(row)
                 if report.REGRET in row:
                     self._regret[row["lane"]] = math.nan if row[report.REGRET] is None else row[report.REGRET]
                 self._note_failure(row)
-        if missing := [step for step, count in counts.items() if count < fewest]:
+        if missing := [at for at, count in counts.items() if count < fewest]:
             raise InputError(f"{path}: rows of step {missing[0]:,} are missing{damaged}; --fresh starts over")
         if hosts.leads():
             temporary = path.with_suffix(".tmp")

@@ -16,10 +16,15 @@ from rljax.experiment.lanes import Program, build, first_environment, judge
 from rljax.networks.transformer import merge
 
 
+def of_lane(experiment: Experiment, lane: int) -> Experiment:
+    """With the swept values of one lane as its own."""
+    row = experiment.lanes()[lane]
+    return experiment._with({key: row[key] for key in experiment.sweep})
+
+
 def lane_agent(experiment: Experiment, lane: int) -> Agent:
     """The agent of one lane, with its own hyper-parameters and environment parameters."""
-    row = experiment.lanes()[lane]
-    single = experiment._with({key: row[key] for key in experiment.sweep})
+    single = of_lane(experiment, lane)
     return make_agent(single.algo, make_env(single.env, **single.env_params))
 
 

@@ -273,8 +273,8 @@ def _facts(summary: dict) -> list[tuple[str, str]]:
         text = f"{summary['best']}: highest IQM of {len(settings)} settings, picked on these same seeds, so optimistic"
         facts.append(("best", text))
     if out := [setting for setting in settings if setting["dropped"] is not None]:
-        steps = ", ".join(map(_count, sorted({setting["dropped"] for setting in out})))
-        text = f"{len(out)} setting{'s' * (len(out) > 1)}, at step{'s' * (',' in steps[1:] and ', ' in steps)} {steps}"
+        steps = sorted({setting["dropped"] for setting in out})
+        text = f"{len(out)} setting{'s' * (len(out) > 1)}, at step{'s' * (len(steps) > 1)} {', '.join(map(_count, steps))}"
         facts.append(("dropped", f"{text}, and scored there; not to be set beside the others"))
     facts += [("note", summary["note"])] if summary["note"] else []
     facts.append(("random", random_line(summary["random"], settings)))

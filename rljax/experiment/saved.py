@@ -22,6 +22,7 @@ from rljax.experiment.programs import (
     lane_agent,
     load_run,
     load_states,
+    of_lane,
     of_one_lane,
     restore,
     with_weights,
@@ -137,8 +138,7 @@ def picture(
     lanes = experiment.lanes()
     if lane is None:
         lane = _best_lane(path)
-    if not 0 <= lane < len(lanes):
-        raise InputError(f"--lane: {path} has lanes 0 to {len(lanes) - 1}, got {lane}")
+    _check_lane(path, lane, lanes)
     if seed is not None:
         experiment = dataclasses.replace(experiment, eval_seed=seed)
     program, _, steps, states = _reopen(experiment, path, overrides=overrides, greedy=greedy, paid=False)
@@ -149,6 +149,11 @@ def picture(
         return file, pictures.save(file, camera.painter(lane), camera.play(program.pad(states), lane), about)
     except ValueError as error:
         raise InputError(str(error)) from error
+
+
+def _check_lane(path: str | Path, lane: int, lanes: list[dict[str, Any]]) -> None:
+    if not 0 <= lane < len(lanes):
+        raise InputError(f"--lane: {path} has lanes 0 to {len(lanes) - 1}, got {lane}")
 
 
 def _best_lane(path: str | Path) -> int:
@@ -315,14 +320,13 @@ def record(
     """
     experiment = load_run(path)
     lanes = experiment.lanes()
-    if not 0 <= lane < len(lanes):
-        raise InputError(f"--lane: {path} has lanes 0 to {len(lanes) - 1}, got {lane}")
+    _check_lane(path, lane, lanes)
     if not 0 <= epsilon <= 1:
         raise InputError(f"--epsilon must be 0 to 1, got {epsilon}")
     if steps < 1 or num_envs < 1:
         raise InputError(f"--steps must be 1 or more, got {steps}")
     _, states = load_states(path)
-    single = experiment._with({key: lanes[lane][key] for key in experiment.sweep})
+    single = of_lane(experiment, lane)
     env = as_evaluated(make_env(single.env, **single.env_params))
     if not all(isinstance(space, Box | Discrete) for space in (env.observation_space, env.action_space)):
         raise InputError(f"{path}: data sets are of Box and Discrete spaces, and {single.env} has others")
@@ -374,7 +378,7 @@ def export(path: str | Path, lane: int, target: str | Path) -> Path:
                 _write_language_model(folder, program, state)
                 text = artifact.language_model_card(files, lane, after, experiment)
             else:
-                single = experiment._with({key: lanes[lane][key] for key in experiment.sweep})
+                single = of_lane(experiment, lane)
                 env = as_evaluated(make_env(single.env, **single.env_params))
                 about = {"env": single.env, "env_params": single.env_params, "agent": single.algo_name, "run": experiment.hash}
                 artifact.write_policy(
