@@ -736,7 +736,3 @@ class _Progress:
             f"  sampled {mean('episode/return'):.2f} +- {spread:.2f}{kl}  entropy {mean('entropy'):.2f}"
             f"  length {mean('episode/length'):.1f}{flat}"
         )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -31,7 +31,7 @@ class Job:
 
     def __call__(self) -> None:
         options = ["--log", *self.log] if self.log else []
-        self._process = subprocess.Popen([sys.executable, "-m", "rljax.cli", "run", self.path, *options])
+        self._process = subprocess.Popen([sys.executable, "-m", "rljax", "run", self.path, *options])
         while not self._has_ended():
             time.sleep(0.2)
         if status := self._process.wait():

@@ -195,7 +195,7 @@ def test_wrong_input_is_one_line_and_status_two(capsys, arguments, message):
 
 
 def test_a_platform_that_is_not_there_is_a_line():
-    command = [sys.executable, "-m", "rljax.cli", "plan", *map(str, FLAGS)]
+    command = [sys.executable, "-m", "rljax", "plan", *map(str, FLAGS)]
     ended = subprocess.run(command, env={**os.environ, "JAX_PLATFORMS": "abacus"}, capture_output=True, text=True)
     assert ended.returncode == 2
     assert ended.stderr.splitlines()[-1].startswith("rljax: JAX_PLATFORMS: ")

@@ -96,7 +96,7 @@ def test_help_is_fast_and_does_not_start_jax():
     seconds = []
     for _ in range(3):  # the fastest of three, since other processes may hold the cores
         began = time.perf_counter()
-        result = subprocess.run([sys.executable, "-m", "rljax.cli", "--help"], capture_output=True, text=True)
+        result = subprocess.run([sys.executable, "-m", "rljax", "--help"], capture_output=True, text=True)
         seconds.append(time.perf_counter() - began)
         assert result.returncode == 0
         assert "COMMAND" in result.stdout
@@ -107,5 +107,5 @@ def test_help_is_fast_and_does_not_start_jax():
 
 
 def test_version_of_the_command():
-    result = subprocess.run([sys.executable, "-m", "rljax.cli", "--version"], capture_output=True, text=True, check=True)
+    result = subprocess.run([sys.executable, "-m", "rljax", "--version"], capture_output=True, text=True, check=True)
     assert result.stdout == f"rljax {rljax.__version__}\n"

@@ -53,7 +53,7 @@ def free_port():
 def start(n, out, **changes):
     """``n`` processes of one run."""
     flags = [f"--{k}={json.dumps(v)}" for k, v in {**TINY, "out": str(out), **changes}.items()]
-    shared = [sys.executable, "-m", "rljax.cli", "run", *flags, "--coordinator", f"127.0.0.1:{free_port()}", f"--processes={n}"]
+    shared = [sys.executable, "-m", "rljax", "run", *flags, "--coordinator", f"127.0.0.1:{free_port()}", f"--processes={n}"]
     return [subprocess.Popen([*shared, f"--process={i}"], **PIPES) for i in range(n)]
 
 

@@ -234,7 +234,7 @@ def test_resume_after_sigkill_equals_the_uninterrupted_run(tmp_path, finished, k
     """Killed at random moments, also in the middle of a save; metrics byte for byte, states bit for bit."""
     finished = run(tiny(tmp_path / "whole", **changes)) if changes else finished
     flags = [f"--{k}={json.dumps(v)}" for k, v in {**TINY, **changes, "out": str(tmp_path), "checkpoint_seconds": 0}.items()]
-    command = [sys.executable, "-m", "rljax.cli", "run", *flags]
+    command = [sys.executable, "-m", "rljax", "run", *flags]
     path = tiny(tmp_path, **changes).path
     draw = random.Random(0)
     seen = -1
