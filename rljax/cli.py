@@ -65,14 +65,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     status = 1
     try:
         status = _status(arguments)
-    except RuntimeError as error:
-        if not str(error).startswith(("Unable to initialize backend", "Backend '")):
+    except (RuntimeError, AssertionError) as error:
+        if (reason := _no_device(error)) is None:
             raise
-        print(f"rljax: JAX_PLATFORMS: {str(error).splitlines()[0]}", file=sys.stderr)
+        print(f"rljax: JAX_PLATFORMS: {reason}", file=sys.stderr)
         status = 2
     finally:
         hosts.leave(0 if status == STOPPED else status)  # all have saved together
     return status
+
+
+def _no_device(error: Exception) -> str | None:
+    """Why jax has no device, if that is what ``error`` is about."""
+    if str(error).startswith(("Unable to initialize backend", "Backend '")):
+        return str(error).splitlines()[0]
+    if isinstance(error, AssertionError):  # what jax says of cuda where no card is visible, and nothing more
+        import jax
+
+        try:
+            jax.devices()
+        except AssertionError:
+            asked = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
+            return f"there is no device of {asked!r} here; leave it empty to take what there is, or name cpu"
+    return None
 
 
 def _status(arguments: argparse.Namespace) -> int:
@@ -575,7 +590,7 @@ def _list(arguments: argparse.Namespace) -> int:
             try:
                 line = describe(name)
             except Exception as error:
-                if name not in entries:
+                if name not in entries and not isinstance(error, ValueError):  # which one of ours raises over another's
                     raise
                 line = (str(error).strip().splitlines() or [type(error).__name__])[0]
             source = f" ({', '.join(map(extensions.package, entries[name]))})" if name in entries else ""
@@ -677,8 +692,6 @@ class _Progress:
             self._bar = Progress(*columns, TimeRemainingColumn(), console=self._console, transient=True)
             self._bar.start()
             self._task = self._bar.add_task("compiling", total=None)
-        else:
-            self._print("compiling")
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -692,6 +705,8 @@ class _Progress:
         kind = event["event"]
         if kind == "note":
             self._print(event["text"])
+        elif kind == "compile" and self._bar is None:
+            self._print("compiling")
         elif kind == "start":
             e, p = event["experiment"], event["program"]
             self._began, self._resumed_at = time.perf_counter(), event["resumed_at"]

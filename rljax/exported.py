@@ -12,6 +12,7 @@ Every exported policy has a copy of this file beside it, as ``policy.py``::
 
 import hashlib
 import json
+import operator
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,13 @@ class Policy:
         self._programs = {greedy: jax.jit(program.call) for greedy, program in programs.items()}
 
     def start(self, batch: int) -> tuple[Any, ...]:
-        """The carry with which episodes begin, each array ``[batch, ...]``; empty where the policy has no memory."""
+        """The carry with which episodes begin, each array ``[batch, ...]``; empty where the policy has no memory.
+
+        Raises:
+          ValueError: ``batch`` is no whole number of 1 or more.
+        """
+        if isinstance(batch, bool | float | str) or not hasattr(batch, "__index__") or (batch := operator.index(batch)) < 1:
+            raise ValueError(f"batch must be a whole number, 1 or more, got {batch!r}")
         return tuple(np.broadcast_to(row, (batch, *row.shape[1:])) for row in self._first_carry)
 
     def __call__(
@@ -69,11 +76,14 @@ class Policy:
           ``(actions [B, ...], carry)``; the carry is empty where the policy has no memory.
 
         Raises:
-          ValueError: an input of another shape or dtype than the policy's, one that is missing or one too many.
+          ValueError: an input of another shape or dtype than the policy's, one that is missing or one too many, or a numpy array
+            with numbers that are not finite.
+          NotImplementedError: inside ``jax.vmap``.
         """
         inputs = self.about["inputs"]
-        observation = _array(observation)
+        observation = _array("observation", observation)
         batch = observation.shape[0] if observation.ndim else 0
+        _checked("observation", observation, inputs["observation"], batch)
         given = {"observation": observation, "mask": mask, "reward": reward, "first": first}
         if carry is None:
             carry = self.start(batch)
@@ -88,7 +98,12 @@ class Policy:
         if key is None and not greedy:
             raise ValueError("key is missing: actions that are drawn need one, as jax.random.key(0)")
         inputs = {name: value for name, value in given.items() if value is not None}
-        action, carry = self._programs[bool(greedy)](self._parameters, inputs, carry, _bits(key))
+        try:
+            action, carry = self._programs[bool(greedy)](self._parameters, inputs, carry, _bits(key))
+        except NotImplementedError as error:  # by jax, of a program that is given
+            raise NotImplementedError(
+                "a policy takes a whole batch and cannot stand inside jax.vmap: make the axes one, [N, B, ...] to [N * B, ...]"
+            ) from error
         return action, tuple(carry)
 
 
@@ -101,11 +116,13 @@ def load(folder: str | Path) -> Policy:
     folder = Path(folder)
     try:
         about = json.loads((folder / "policy.json").read_text(encoding="utf-8"))
-        version, digests, written_by = about["format"], about["sha256"], about["jax"]
-        arrays_of, memory, _ = about["parameters"], about["carry"], about["inputs"]
+        version, digests, written_by = about["format"], dict(about["sha256"]), about["jax"]
+        arrays_of = {name: np.dtype(dtype) for name, dtype in about["parameters"].items()} if version == FORMAT else {}
+        for spec in (about["inputs"]["observation"], *about["carry"]) if version == FORMAT else ():
+            _, _ = tuple(spec["shape"]), np.dtype(spec["dtype"])
     except OSError as error:
         raise ValueError(f"{folder} holds no exported policy: policy.json cannot be read ({error.strerror})") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{folder}: policy.json is damaged; export the policy again") from error
     if version != FORMAT:
         raise ValueError(f"{folder} has format {version}, and this loader reads {FORMAT}: use the policy.py of that folder")
@@ -116,10 +133,13 @@ def load(folder: str | Path) -> Policy:
             raise ValueError(f"{folder}: {name} cannot be read ({error.strerror}); export the policy again") from error
         if digest != digests.get(name):
             raise ValueError(f"{folder}: {name} is damaged: its SHA-256 is not that of policy.json; export the policy again")
-    with np.load(folder / PARAMETERS, allow_pickle=False) as arrays:
-        # bfloat16 comes back from a file as two bytes without a type.
-        found = {name: arrays[name].view(np.dtype(dtype)) for name, dtype in arrays_of.items()}
-    first_carry = [found.pop(f"carry/{i}") for i in range(len(memory))]
+    try:
+        with np.load(folder / PARAMETERS, allow_pickle=False) as arrays:
+            # bfloat16 comes back from a file as two bytes without a type.
+            found = {name: arrays[name].view(dtype) for name, dtype in arrays_of.items()}
+        first_carry = [found.pop(f"carry/{i}") for i in range(len(about["carry"]))]
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"{folder}: policy.json is damaged: its parameters are not those of {PARAMETERS}") from error
     try:
         programs = {greedy: jax.export.deserialize(bytearray((folder / name).read_bytes())) for greedy, name in PROGRAMS.items()}
     except ModuleNotFoundError as error:
@@ -132,15 +152,20 @@ def load(folder: str | Path) -> Policy:
     return Policy(about, found, first_carry, programs)
 
 
-def _array(value: Any) -> Any:
-    return value if hasattr(value, "dtype") and hasattr(value, "shape") else np.asarray(value)
+def _array(name: str, value: Any) -> Any:
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return value
+    try:
+        return np.asarray(value)
+    except ValueError as error:
+        raise ValueError(f"{name} must be an array, and its rows are of different lengths") from error
 
 
 def _bits(key: Any) -> Any:
     """The two words of a key; of none, zeros, on which no greedy action depends."""
     if key is None:
         return np.zeros(2, np.uint32)
-    key = _array(key)
+    key = _array("key", key)
     bits = jax.random.key_data(key) if jax.numpy.issubdtype(key.dtype, jax.dtypes.prng_key) else key
     if bits.shape != (2,) or bits.dtype != np.uint32:
         raise ValueError(f"key must be one threefry key, as jax.random.key(0), got {_said(key)}")
@@ -156,11 +181,14 @@ def _checked(name: str, value: Any, spec: dict[str, Any] | None, batch: int) -> 
     wanted = f"{spec['dtype']} [{', '.join(map(str, ['batch' if name == 'observation' else batch, *spec['shape']]))}]"
     if value is None:
         raise ValueError(f"{name} is missing: this policy takes {wanted}")
-    value = _array(value)
+    value = _array(name, value)
     if value.shape != (batch, *spec["shape"]) or value.dtype != spec["dtype"] or not batch:
         raise ValueError(f"{name} must be {wanted}, got {_said(value)}")
-    if name == "mask" and isinstance(value, np.ndarray) and not value.any(-1).all():
-        raise ValueError("mask must have a legal action in each row")
+    if isinstance(value, np.ndarray):  # of an array on a device it would be waited for
+        if name == "mask" and not value.any(-1).all():
+            raise ValueError("mask must have a legal action in each row")
+        if value.dtype.kind not in "biu" and not np.isfinite(value).all():
+            raise ValueError(f"{name} must be finite, and is not")
     return value
 
 
@@ -168,5 +196,5 @@ def _said(value: Any) -> str:
     """Dtype and shape of an array, or what it is instead."""
     if isinstance(value, tuple | list):
         return f"{len(value)} arrays"
-    value = _array(value)
+    value = _array("it", value)
     return f"{value.dtype} {list(value.shape)}"

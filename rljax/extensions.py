@@ -52,7 +52,9 @@ def load(kind: str, entry: metadata.EntryPoint) -> Any:
     """
     try:
         return entry.load()
-    except (Exception, SystemExit) as error:  # whatever the code of a package may raise
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever the code of a package may raise
         words = (str(error).strip().splitlines() or [""])[0]
         raise ValueError(
             f"{kind} {entry.name!r} of {package(entry)} cannot be loaded from {entry.value}: {type(error).__name__}: {words}"

@@ -4,9 +4,9 @@ import dataclasses
 import functools
 import io
 import json
-import os
-import tempfile
-import zipfile
+import math
+import reprlib
+import typing
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,12 +19,14 @@ from jax import Array
 
 from rljax.agents.bandits import Bandit, best
 from rljax.agents.base import BANDITS, agent_module
-from rljax.options import did_you_mean
+from rljax.files import write_whole
+from rljax.options import check_range, convert, did_you_mean
 
 DRAWS = 1000  # by which a propensity is estimated that has no closed form
 BLOCK = 1024  # decisions of a log that one call of the compiled program takes at most
 FORMAT = "rljax online 1"
 LARGEST = 1e6  # of what is learnt from, in size: its squares are summed in float32, and one that is not finite would stay
+MOST_NUMBERS = 2**31  # that are learned: more are a mistyped size, and XLA may end the process over one
 traces: Counter[str] = Counter()  # how often each function was traced, in this process
 
 
@@ -57,37 +59,38 @@ class Online:
           name: ``linucb``, ``thompson``, ``epsilon_greedy`` or ``neural_linear``.
           num_actions: arms, numbered from 0.
           context_size: numbers in a context; 0: there is none.
-          seed: of all that is drawn.
+          seed: of all that is drawn, below 2**32.
           **options: of the agent, as in ``[algo]``: ``alpha=0.5``.
 
         Raises:
-          ValueError: an unknown name or option, a value out of its range; one line.
+          ValueError: an unknown name or option, a value of another type or out of its range; one line.
         """
         if name not in BANDITS:
             raise ValueError(
                 f"name: {name!r} does not decide online{did_you_mean(str(name), [*BANDITS])}; {', '.join(BANDITS)} do"
             )
-        for key, value, least in (("num_actions", num_actions, 1), ("context_size", context_size, 0), ("seed", seed, 0)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ValueError(f"{key} must be a whole number, {least} or more, got {value!r}")
-        fields = {field.name: field for field in dataclasses.fields(agent_module(name).Config)}
-        for key, value in options.items():
+        config_class: Any = agent_module(name).Config
+        fields, hints = {field.name: field for field in dataclasses.fields(config_class)}, typing.get_type_hints(config_class)
+        for key in options:
             if key not in fields:
                 raise ValueError(f"unknown option {key!r} of {name}{did_you_mean(key, list(fields))}")
-            is_number = isinstance(value, int | float) and not isinstance(value, bool) and np.isfinite(value)
-            if fields[key].metadata["traced"] and not is_number:
-                raise ValueError(f"{key} must be a number, got {value!r}")
-        self.name, self.num_actions, self.context_size, self.seed = name, num_actions, context_size, seed
-        self.config = agent_module(name).Config(
-            **{
-                k: float(v) if fields[k].metadata["traced"] else tuple(v) if isinstance(v, list) else v
-                for k, v in options.items()
-            }
-        )
+            options[key] = convert(key, options[key], hints[key])
+            check_range(key, options[key], fields[key].metadata)
+        self.num_actions = _whole("num_actions", num_actions, 1, 2**31 - 1)
+        self.context_size = _whole("context_size", context_size, 0, 2**31 - 1)
+        self.seed = _whole("seed", seed, 0, 2**32 - 1)
+        self.name, self.config = name, config_class(**options)
         self.decided = self.learned = 0
-        self._sizes = (num_actions, context_size)
+        self._sizes = (self.num_actions, self.context_size)
         self._options = jax.tree.map(jnp.float32, self.config)  # on the device once, and not at every call
-        self._key = jax.random.key(seed)
+        self._key = jax.random.key(self.seed)
+        try:
+            shapes = jax.eval_shape(lambda key: _init(self._options, self._sizes, key), self._key)
+            numbers = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes))
+        except OverflowError:
+            numbers = math.inf
+        if numbers > MOST_NUMBERS:
+            raise ValueError(f"num_actions, context_size and options ask for {numbers:,} numbers, more than {MOST_NUMBERS:,}")
         self._learner = _init(self._options, self._sizes, self._key)
 
     def decide(self, context: Any = None, action_mask: Any = None) -> Decision:
@@ -101,9 +104,12 @@ class Online:
           ValueError: a context of another size or that is not finite, a mask of another size or without a legal arm; one line.
         """
         row = self._contexts(() if context is None else context, ())
-        mask = None if action_mask is None else np.asarray(action_mask, bool)
-        if mask is not None and (mask.shape != (self.num_actions,) or not mask.any()):
-            raise ValueError(f"action_mask must be {self.num_actions} truth values with one True or more, got {action_mask!r}")
+        wanted = f"action_mask must be {self.num_actions} truth values with one True or more"
+        mask = None if action_mask is None else _numbers(wanted, action_mask)
+        if mask is not None:
+            if mask.shape != (self.num_actions,) or not np.isin(mask, (0, 1)).all() or not mask.any():
+                raise ValueError(f"{wanted}, got {_said(action_mask)}")
+            mask = mask.astype(bool)
         number = np.uint32(self.decided % 2**32)
         action, propensity = jax.device_get(_decide(self._options, self._sizes, self._learner, self._key, number, row, mask))
         self.decided += 1
@@ -118,8 +124,11 @@ class Online:
           ValueError: a context of another size, an action that is no arm, a reward that is not finite (or, of a Beta posterior,
             not 0 to 1); one line.
         """
-        context = () if context is None else context
-        self.replay(self._contexts(context, ())[None] if self.context_size else None, [action], [reward])
+        row = self._contexts(() if context is None else context, ())
+        for key, value in (("action", action), ("reward", reward)):
+            if _numbers(f"{key} must be a number", value).shape:
+                raise ValueError(f"{key} must be a number, got {_said(value)}")
+        self.replay(row[None], [action], [reward])
 
     def replay(self, contexts: Any, actions: Sequence[int] | np.ndarray, rewards: Sequence[float] | np.ndarray) -> None:
         """Learns from a log of decisions, whoever made them: the same as `learn` of one after the other.
@@ -136,7 +145,9 @@ class Online:
         paid = _numbers("reward must be a number", rewards)
         if chosen.ndim != 1 or paid.shape != chosen.shape:
             raise ValueError(f"actions and rewards must be two columns of one length, got {chosen.shape} and {paid.shape}")
-        rows = self._contexts(np.zeros((len(chosen), 0)) if contexts is None else contexts, chosen.shape)
+        contexts = np.zeros((len(chosen), 0)) if contexts is None else contexts
+        is_empty = not len(chosen) and not np.size(contexts)  # however it is written
+        rows = self._contexts(np.zeros((0, self.context_size)) if is_empty else contexts, chosen.shape)
         is_arm = (chosen >= 0) & (chosen < self.num_actions) & (chosen == np.floor(chosen)) if chosen.size else np.ones(0, bool)
         if not is_arm.all():
             raise ValueError(f"action must be a whole number of 0 to {self.num_actions - 1}, got {chosen[~is_arm][0]}")
@@ -168,6 +179,9 @@ class Online:
         """Writes all that it is to a file, whole or not at all: a process that is killed leaves the file that was there before.
 
         A decider that is loaded from it makes the same decisions, bit for bit, as this one.
+
+        Raises:
+          OSError: it cannot be written.
         """
         head = {
             "format": FORMAT,
@@ -184,17 +198,7 @@ class Online:
         }
         content = io.BytesIO()
         np.savez(content, head=np.asarray(json.dumps(head)), **leaves)
-        path = Path(path)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(content.getvalue())
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        write_whole(path, content.getvalue())
 
     @classmethod
     def load(cls, path: str | Path, name: str | None = None) -> "Online":
@@ -204,7 +208,7 @@ class Online:
           name: the agent that it must be; None: whichever it is.
 
         Raises:
-          ValueError: no such file, another kind of file, a file of another agent; one line.
+          ValueError: no such file, one that is damaged or of another kind, a file of another agent; one line.
         """
         try:
             with np.load(path, allow_pickle=False) as file:
@@ -212,19 +216,26 @@ class Online:
                 leaves = [file[f"leaf_{i}"] for i in range(len(file.files) - 1)]
         except FileNotFoundError as error:
             raise ValueError(f"{path}: no such file") from error
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-            raise ValueError(f"{path} is no file that Online.save wrote") from error
+        except Exception as error:  # whatever numpy and zipfile say of bytes that they cannot read
+            raise ValueError(f"{path} is no file that Online.save wrote, or is damaged") from error
         if not isinstance(head, dict) or head.get("format") != FORMAT:
             raise ValueError(f"{path} is no file that this version of Online.save wrote")
-        if name is not None and head["name"] != name:
-            raise ValueError(f"{path} holds a {head['name']}, and not a {name}")
-        sizes = {key: head[key] for key in ("num_actions", "context_size", "seed")}
-        decider = cls(head["name"], **sizes, **head["options"])
+        if name is not None and head.get("name") != name:
+            raise ValueError(f"{path} holds a {head.get('name')}, and not a {name}")
+        try:
+            sizes = {key: head[key] for key in ("num_actions", "context_size", "seed")}
+            decider = cls(head["name"], **sizes, **head["options"])
+            decider.decided = _whole("decided", head["decided"], 0, 2**53)
+            decider.learned = _whole("learned", head["learned"], 0, 2**53)
+        except (KeyError, TypeError, ValueError) as error:
+            reason = f"{error} is missing" if isinstance(error, KeyError) else error
+            raise ValueError(f"{path} is damaged: {reason}") from error
         structure, wanted = jax.tree.structure(decider._learner), jax.tree.leaves(decider._learner)
         if [(x.shape, x.dtype) for x in leaves] != [(x.shape, x.dtype) for x in wanted]:
-            raise ValueError(f"{path}: its arrays are not those of a {head['name']} of its sizes")
+            raise ValueError(f"{path} is damaged: its arrays are not those of a {head['name']} of its sizes")
+        if not all(np.isfinite(x).all() for x in leaves):
+            raise ValueError(f"{path} is damaged: its arrays hold numbers that are not finite")
         decider._learner = jax.tree.unflatten(structure, [jnp.asarray(x) for x in leaves])
-        decider.decided, decider.learned = head["decided"], head["learned"]
         return decider
 
     def _contexts(self, context: Any, lead: tuple[int, ...]) -> np.ndarray:
@@ -235,16 +246,30 @@ class Online:
         if not np.isfinite(rows).all():
             raise ValueError("context must be finite, and is not")
         if not (np.abs(rows) <= LARGEST).all():
-            raise ValueError(f"context must hold numbers of at most {LARGEST:g} in size, got {rows.tolist()}; scale them")
+            raise ValueError(f"context must hold numbers of at most {LARGEST:g} in size, got {_said(context)}; scale them")
         return rows.astype(np.float32)
 
 
-def _numbers(what: str, value: Any) -> np.ndarray:
+def _whole(key: str, value: Any, low: int, high: int) -> int:
+    number = convert(key, value, int)
+    check_range(key, number, {"low": low, "high": high})
+    return number
+
+
+def _numbers(wanted: str, value: Any) -> np.ndarray:
+    """``value`` as an array of real numbers; truth values are 0 and 1, None is NaN."""
     try:
         numbers = np.asarray(value)
+        if numbers.dtype.kind in "USc":
+            raise TypeError("text, or complex")
         return numbers if numbers.size and numbers.dtype.kind in "iuf" else numbers.astype(np.float64)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{what}, got {value!r}") from error
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{wanted}, got {_said(value)}") from error
+
+
+def _said(value: Any) -> str:
+    """Some of it, on one line."""
+    return " ".join(reprlib.repr(value).split())
 
 
 def _bandit(options: Any, sizes: tuple[int, int]) -> Bandit:

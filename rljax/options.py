@@ -2,6 +2,9 @@
 
 import dataclasses
 import difflib
+import math
+import types
+import typing
 from typing import Any, TypeVar, dataclass_transform
 
 import jax
@@ -56,6 +59,56 @@ def check_fields(self: Any, section: str = "algo") -> None:
         is_plain = isinstance(value, int | float | str) and not isinstance(value, bool)
         if is_plain and not is_in_range(value, field.metadata):
             raise ValueError(f"{section}.{field.name} must be {range_text(field.metadata)}, got {value!r}")
+
+
+def is_number(value: Any) -> typing.TypeGuard[int | float]:
+    """Whether it is a finite number that a float can hold; True and False are none."""
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # a whole number of hundreds of digits
+        return False
+
+
+def convert(key: str, value: Any, hint: Any) -> Any:
+    """``value`` as ``hint`` asks: whole floats pass as int, ints as float, numpy's and jax's numbers and arrays as Python's, the
+    text "none" as None.
+
+    Raises:
+      ValueError: it is of another type.
+    """
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        if value is None or (isinstance(value, str) and value.lower() == "none"):
+            return None
+        hint = next(option for option in typing.get_args(hint) if option is not type(None))
+    if typing.get_origin(hint) is tuple:
+        item = typing.get_args(hint)[0]
+        return tuple(convert(key, v, item) for v in (value if isinstance(value, list | tuple) else [value]))
+    if hint is float and is_number(value):
+        return float(value)
+    if hint is int and is_number(value) and value == int(value):
+        return int(value)
+    if (hint is bool and isinstance(value, bool)) or (hint is str and isinstance(value, str)):
+        return value
+    wanted = {float: "a number", int: "a whole number", bool: "true or false", str: "text"}[hint]
+    raise ValueError(f"{key} must be {wanted}, got {value!r}")
+
+
+def check_range(key: str, value: Any, meta: Any) -> None:
+    """
+    Args:
+      value: what `convert` returns.
+      meta: of the field.
+
+    Raises:
+      ValueError: a number out of its range, an unknown choice, a size of a layer that is none.
+    """
+    for item in value if isinstance(value, tuple) else (value,):
+        if item is not None and not is_in_range(item, meta):
+            near = did_you_mean(item, list(meta["choices"])) if meta.get("choices") else ""
+            raise ValueError(f"{key} must be {range_text(meta)}, got {item!r}{near}")
+    if key.endswith("hidden") and (not value or min(value) < 1):
+        raise ValueError(f"{key} must hold one or more positive sizes, got {list(value)}")
 
 
 def did_you_mean(word: str, options: list[str]) -> str:

@@ -187,18 +187,21 @@ def test_help_of_a_config_lists_every_option(capsys):
     ],
 )
 def test_wrong_input_is_one_line_and_status_two(capsys, arguments, message):
-    status, _, error = call(capsys, *arguments)
+    status, out, error = call(capsys, *arguments)
     assert status == 2
     assert message in error
     assert error.count("\n") == 1
     assert "Traceback" not in error
+    assert "compiling" not in out  # wrong input is named before
 
 
-def test_a_platform_that_is_not_there_is_a_line():
+@pytest.mark.parametrize(("platform", "says"), [("abacus", ""), ("cuda", "there is no device of 'cuda' here; leave it empty")])
+def test_a_platform_that_is_not_there_is_a_line(platform, says):
     command = [sys.executable, "-m", "rljax", "plan", *map(str, FLAGS)]
-    ended = subprocess.run(command, env={**os.environ, "JAX_PLATFORMS": "abacus"}, capture_output=True, text=True)
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "NVIDIA_VISIBLE_DEVICES": ""}  # of a machine that has one
+    ended = subprocess.run(command, env={**os.environ, **hidden, "JAX_PLATFORMS": platform}, capture_output=True, text=True)
     assert ended.returncode == 2
-    assert ended.stderr.splitlines()[-1].startswith("rljax: JAX_PLATFORMS: ")
+    assert ended.stderr.splitlines()[-1].startswith(f"rljax: JAX_PLATFORMS: {says}")
     assert "Traceback" not in ended.stderr
 
 

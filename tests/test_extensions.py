@@ -11,7 +11,7 @@ import pytest
 from rljax import extensions
 from rljax.agents import AGENTS, agent_module, agent_names
 from rljax.cli import main
-from rljax.envs import env_names, env_parameters, make_env, register_env
+from rljax.envs import env_names, env_parameters, make_env, register_env, registry
 from rljax.experiment import InputError, load
 from rljax.lm.graders import Item, grader_types, make_grader
 
@@ -218,6 +218,47 @@ def test_a_grader_of_a_package_runs_in_workers_and_takes_its_keywords(graders):
 def test_wrong_tables_of_a_packages_grader(graders, table, message):
     with pytest.raises(ValueError, match=message):
         make_grader(table)
+
+
+def test_a_module_has_one_name_as_an_agent(install, capsys):
+    install("twice", {"agents": {"one": "twice", "two": "twice", "mine": "rljax.agents.pqn"}}, {"twice": AGENT})
+    for name, place, other in (("one", "twice", "two"), ("two", "twice", "one"), ("mine", "rljax.agents.pqn", "pqn")):
+        said = f"agent '{name}' of twice 1.0: {place} is '{other}' too, and an agent has one name: keep one of the entry points"
+        with pytest.raises(ValueError, match=said):
+            agent_module(name)
+    assert load(None, {"env": "CartPole-v1", "total_steps": 1, "algo.name": "pqn"}).algo_name == "pqn"  # and not mine
+    assert main(["list", "agents"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("too, and an agent has one name") == 3 and "pqn    " in out
+
+
+@pytest.mark.parametrize(
+    "code", ["raise SystemExit(3)", "class Odd(BaseException): ...\nraise Odd('no')", "x = (", "import absent_it"]
+)
+def test_whatever_an_import_raises_is_a_line_and_the_list_goes_on(install, code, capsys):
+    install("raises", {"agents": {"raises": "raises"}, "environments": {"Raises": "raises:make"}}, {"raises": code})
+    with pytest.raises(ValueError, match=r"agent 'raises' of raises 1.0 cannot be loaded from raises: ") as error:
+        agent_module("raises")
+    assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match=r"environment 'Raises' of raises 1.0 cannot be loaded from raises:make: "):
+        make_env("Raises")
+    assert main(["list", "agents"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("cannot be loaded") == 1 and "ppo " in out
+
+
+def test_the_list_of_environments_says_what_is_broken(install, capsys, monkeypatch):
+    """One of rljax too, which is made of one whose name a package has taken."""
+    groups = {"CartPole-v1": "takes:make", "Broken": "nowhere_at_all:make", "Needs": "takes:needs"}
+    install("takes", {"environments": groups}, {"takes": "def needs(size, speed=1.0): ..."})
+    monkeypatch.setattr(registry, "_own_names", lambda: ["CartPole-v1", "StatelessCartPole", "GoalGrid"])
+    assert main(["list", "envs"]) == 0
+    out = capsys.readouterr().out
+    for name in ("CartPole-v1", "StatelessCartPole"):
+        assert f"  {name:<31}environment 'CartPole-v1' is of rljax and of takes 1.0: rename one" in out
+    assert f"  {'Broken':<31}environment 'Broken' of takes 1.0 cannot be loaded from nowhere_at_all:make" in out
+    assert f"  {'Needs':<31}env_params.size is missing: Needs has no default for it (takes 1.0)" in out
+    assert f"  {'GoalGrid':<31}observations" in out
 
 
 def test_an_environment_that_is_none(install):

@@ -72,10 +72,18 @@ def agent_module(name: str) -> Any:
     """The module of an algorithm, with its ``Config`` and ``make``.
 
     Raises:
-      ValueError: an unknown name, with the nearest ones; one that is registered twice, or of a package that cannot be loaded.
+      ValueError: an unknown name, with the nearest ones; one that is registered twice, or of a package that cannot be loaded, or
+        whose module has another name too: its configs would not say which.
     """
     if entry := extensions.find("agent", name, lambda: AGENTS):
         module = extensions.load("agent", entry)
+        twins = [other for other, found in extensions.entries("agent").items() for e in found if e.value == entry.value]
+        twins += [own for own, value in AGENTS.items() if value == entry.value]
+        if others := sorted({*twins} - {name}):
+            raise ValueError(
+                f"agent {name!r} of {extensions.package(entry)}: {entry.value} is {others[0]!r} too, and an agent has one name: "
+                "keep one of the entry points"
+            )
         if not hasattr(module, "make") or getattr(getattr(module, "Config", None), "__module__", "") != entry.value:
             raise ValueError(f"agent {name!r} of {extensions.package(entry)}: {entry.value} must be a module of Config and make")
         return module
@@ -89,7 +97,7 @@ def agent_name(config: Any) -> str:
     """The name of the algorithm that a config is of."""
     module = type(config).__module__
     sole = [found[0] for name, found in extensions.entries("agent").items() if len(found) == 1 and name not in AGENTS]
-    named = {entry.value: entry.name for entry in sole}
+    named = {entry.value: entry.name for entry in sole} | {value: name for name, value in AGENTS.items()}
     return named.get(module) or module.rpartition(".")[2]
 
 

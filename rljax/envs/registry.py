@@ -20,8 +20,8 @@ from rljax import extensions
 from rljax.envs import host
 from rljax.envs.base import Environment, check
 from rljax.envs.host import ON_HOST
-from rljax.envs.wrappers import Randomized, ScaleReward, SelectObservation, TimeLimit, is_range
-from rljax.options import did_you_mean
+from rljax.envs.wrappers import Randomized, ScaleReward, SelectObservation, TimeLimit, check_range, is_range
+from rljax.options import did_you_mean, is_number
 
 OWN = {
     "BernoulliBandit": "rljax.envs.bandits:BernoulliBandit",
@@ -47,6 +47,7 @@ OWN = {
     },
 }
 WRAPPERS = {"time_limit": 1, "reward_scale": 1.0}  # keyword arguments of `make_env` for every environment, with examples
+NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _registered: dict[str, Callable[..., Environment]] = {}
 
 
@@ -120,8 +121,8 @@ def make_env(name: str, *, time_limit: int | None = None, reward_scale: float | 
 
     Raises:
       ValueError: an unknown name or parameter, with the nearest ones.
-      ValueError: a time limit that is no whole number of steps; a user's parameter with the name of a wrapper's; a range that is
-        empty, or of a parameter whose number the environment must know.
+      ValueError: a time limit that is no whole number of steps; a user's parameter with the name of a wrapper's, or one without a
+        default that is not given; a range that is empty, or of a parameter whose number the environment must know.
       TypeError: a user's environment that breaks the contract.
     """
     known = env_parameters(name)
@@ -131,14 +132,20 @@ def make_env(name: str, *, time_limit: int | None = None, reward_scale: float | 
     if isinstance(time_limit, int | float) and (time_limit < 1 or time_limit != int(time_limit)):
         raise ValueError(f"env_params.time_limit must be a whole number of steps, 1 or more, got {time_limit}")
     factory = _factory(name)
-    takes_any = factory is not None and any(p.kind == p.VAR_KEYWORD for p in inspect.signature(factory).parameters.values())
+    signature = [] if factory is None else inspect.signature(factory).parameters.values()
+    takes_any = any(p.kind == p.VAR_KEYWORD for p in signature)
     for key in kwargs:
         if key not in known and not takes_any:
             raise ValueError(f"unknown key env_params.{key} for {name}{did_you_mean(key, [*known, *WRAPPERS])}")
-    ranges = {key: value for key, value in kwargs.items() if is_range(value)}
+    if missing := [p.name for p in signature if p.default is p.empty and p.kind in NAMED and p.name not in kwargs]:
+        raise ValueError(f"env_params.{missing[0]} is missing: {name} has no default for it")
+
+    def is_drawn(key: str, value: Any) -> bool:
+        return is_range(value) or (isinstance(value, Mapping) and is_number(known.get(key)))
+
+    ranges = {key: value for key, value in kwargs.items() if is_drawn(key, value)}
     for key, span in ranges.items():
-        if not span["low"] < span["high"]:
-            raise ValueError(f"env_params.{key}: low must be below high, got {dict(span)}")
+        check_range(f"env_params.{key}", span)
         if not takes_traced(name, key, kwargs):
             raise ValueError(f"env_params.{key} of {name} cannot be drawn for each episode: its constructor needs the number")
     make = functools.partial(_make, name, factory)

@@ -11,6 +11,7 @@ from jax import Array
 
 from rljax.envs.base import Environment, TimeStep
 from rljax.envs.spaces import Box, Space
+from rljax.options import is_number
 
 
 def as_evaluated(env: Environment) -> Environment:
@@ -92,6 +93,30 @@ class TimeLimit(Wrapper):
 def is_range(value: Any) -> bool:
     """Whether a parameter is ``{"low": x, "high": y}``: drawn anew for each episode, see `Randomized`."""
     return isinstance(value, Mapping) and set(value) == {"low", "high"}
+
+
+def check_range(key: str, value: Mapping[str, Any]) -> None:
+    """
+    Args:
+      key: its name in the message.
+      value: a table in the place of a number.
+
+    Raises:
+      ValueError: it is no range that can be drawn from; one line that names the key.
+    """
+    wanted = f"{key} must be a number or a range, as {{ low = 0.5, high = 1.5 }}"
+    if missing := [end for end in ("low", "high") if end not in value]:
+        raise ValueError(f"{wanted}; {dict(value)!r} lacks {' and '.join(missing)}")
+    if extra := [end for end in value if end not in ("low", "high")]:
+        raise ValueError(f"{wanted}; {extra[0]!r} is no key of one")
+    low, high = (x.tolist() if hasattr(x, "tolist") else x for x in (value["low"], value["high"]))
+    for end, number in (("low", low), ("high", high)):
+        if not is_number(number):
+            raise ValueError(f"{key}.{end} must be a number, got {number!r}")
+        if abs(number) > float(np.finfo(np.float32).max):
+            raise ValueError(f"{key}.{end} must be a number that float32 can hold, got {number!r}")
+    if not np.float32(low) < np.float32(high):  # as which they are drawn
+        raise ValueError(f"{key}: low must be below high, got {dict(value)}{' (the same in float32)' * (low < high)}")
 
 
 class Randomized(Wrapper):

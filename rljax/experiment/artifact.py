@@ -43,19 +43,23 @@ WARM_UP, DECISIONS = 200, 2_000  # not timed, and timed
 
 @contextlib.contextmanager
 def appearing(target: Path) -> Iterator[Path]:
-    """A folder to write into, which becomes ``target`` when it is complete.
+    """A folder to write into, which becomes ``target``, or what that links to, when it is complete.
 
     Raises:
       InputError: there is something already, or it cannot be written.
     """
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise InputError(f"{target} exists already, and nothing is written over: name another directory")
-    folder = target.absolute().with_name(f".{target.absolute().name}.{os.getpid()}.tmp")
+    place = Path(os.path.realpath(target))
+    leads = f", which leads to {place}," if target.is_symlink() else ""
+    if place.exists() and not (place.is_dir() and not any(place.iterdir())):
+        raise InputError(f"{target}{leads} exists already, and nothing is written over: name another directory")
+    if place.is_symlink():
+        raise InputError(f"{target} is a link that leads to itself: name another directory")
+    folder = place.with_name(f".{place.name}.{os.getpid()}.tmp")
     try:
         folder.mkdir(parents=True)
         try:
             yield folder
-            os.replace(folder, target)
+            os.replace(folder, place)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
     except OSError as error:

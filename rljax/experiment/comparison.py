@@ -28,6 +28,7 @@ from rljax.experiment.statistics import (
     probability_of_improvement,
     profile_band,
 )
+from rljax.files import write_whole
 
 ASIDE = ("env", "seeds", "name", "out", "checkpoint_seconds", "shard", "sweep", "data", "data_digest")
 PROTOCOL = ("evals", "eval_episodes", "eval_max_steps", "eval_seed")
@@ -181,7 +182,7 @@ class Comparison:
             for place, of in runs.items()
         ]
         parts.append(f"<h2>Runs</h2>{page.terms(about)}")
-        return page.write_whole(Path(out), page.document(title, "\n".join(parts)))
+        return write_whole(Path(out), page.document(title, "\n".join(parts)))
 
 
 def compare(paths: str | Path | Sequence[str | Path]) -> Comparison:

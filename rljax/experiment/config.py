@@ -13,7 +13,6 @@ import json
 import math
 import random
 import tomllib
-import types
 import typing
 from pathlib import Path
 from typing import Any
@@ -23,10 +22,10 @@ import tomli_w
 from rljax.agents.base import agent_module, agent_name, agent_names
 from rljax.envs.host import ON_HOST
 from rljax.envs.registry import WRAPPERS, env_parameters, takes_traced
-from rljax.envs.wrappers import is_range
+from rljax.envs.wrappers import check_range as check_drawn
 from rljax.experiment import devices
 from rljax.networks import Transformer
-from rljax.options import did_you_mean, is_in_range, range_text, static
+from rljax.options import check_range, convert, did_you_mean, is_number, range_text, static
 
 SECTIONS = ("model", "algo", "env_params", "sweep")
 SOURCES = ("start_from", "reward_from")  # keys that name an experiment which runs first
@@ -132,7 +131,7 @@ class Experiment:
         if section == "algo":
             fields = {f.name: f for f in dataclasses.fields(self.algo)}
             return fields[name].metadata["traced"] and None not in self.sweep.get(key, ())
-        is_numeric = all(_is_number(value) for value in self.sweep.get(key, ()))
+        is_numeric = all(is_number(value) for value in self.sweep.get(key, ()))
         return is_numeric and takes_traced(self.env, name, self.env_params)
 
     def settings(self) -> list[dict[str, Any]]:
@@ -218,7 +217,7 @@ def load(path: str | Path | None = None, overrides: dict[str, Any] | None = None
             entries |= {"out": (str(place.parent), str(path)), "name": (place.name, str(path))}
     for key, value in (overrides or {}).items():
         key = key.replace("-", "_")
-        entries[key] = (value, "override")
+        entries[key] = (_as_python(value), "override")
         swept = entries.pop(f"sweep.{key}", None)  # one value in place of those that a file sweeps
         entries = entries if swept is None else _without_idle_options(entries)
     return _resolve(entries, name)
@@ -250,7 +249,7 @@ def elsewhere(experiment: Experiment, overrides: dict[str, Any]) -> Experiment:
             f"sweep.{key}": (list(column), "config.toml") for key, column in zip(left, zip(*rows, strict=True), strict=True)
         }
     entries = _without_idle_options(entries)
-    return _resolve(entries | {key: (value, "override") for key, value in overrides.items()}, experiment.name)
+    return _resolve(entries | {key: (_as_python(value), "override") for key, value in overrides.items()}, experiment.name)
 
 
 def parse_overrides(arguments: list[str]) -> dict[str, Any]:
@@ -375,9 +374,12 @@ def _resolve(entries: dict[str, tuple[Any, str]], name: str) -> Experiment:
     fields = {**top, **algo}
     known = [*fields, "algo.name", *SOURCES]
 
-    def convert(key: str, value: Any, origin: str) -> Any:
+    def field(key: str, value: Any, origin: str) -> Any:
         value = _convert(key, value, hints[key], origin)
-        _check_range(key, value, fields[key].metadata, origin)
+        try:
+            check_range(key, value, fields[key].metadata)
+        except ValueError as error:
+            raise InputError(f"{origin}: {error}") from error
         return value
 
     values: dict[str, Any] = {}
@@ -392,10 +394,10 @@ def _resolve(entries: dict[str, tuple[Any, str]], name: str) -> Experiment:
             is_whole = int in (hints[swept], *typing.get_args(hints[swept]))
             items = draw.values(key, value, origin, is_whole)
             for end in draw.ends(value):
-                convert(swept, end, origin)  # so that it does not depend on the draw whether one is out of range
-            values[key] = tuple(convert(swept, v, origin) for v in items)
+                field(swept, end, origin)  # so that it does not depend on the draw whether one is out of range
+            values[key] = tuple(field(swept, v, origin) for v in items)
         elif swept == key and key in fields:
-            values[key] = convert(key, value, origin)
+            values[key] = field(key, value, origin)
         elif swept in (*top, "algo.name"):
             raise InputError(f"{origin}: {key}: algo.*, model.* and env_params.* can be swept, not {swept}")
         elif key in (*SECTIONS, "base"):
@@ -517,7 +519,7 @@ class _Draw:
     def ends(self, value: Any) -> list[Any]:
         """Those of a range that is drawn from, as far as it is one; `values` says where it is not."""
         ends = next(iter(value.values()), None) if self.mode == "random" and isinstance(value, dict) else None
-        return [end for end in ends if _is_number(end)] if isinstance(ends, list | tuple) else []
+        return [end for end in ends if is_number(end)] if isinstance(ends, list | tuple) else []
 
     def values(self, key: str, value: Any, origin: str, is_whole: bool) -> list[Any]:
         """Those of one swept key: as they are listed, or drawn."""
@@ -530,7 +532,7 @@ class _Draw:
             choices = _as_list(key, value, origin)
             return [choices[int(rng.random() * len(choices))] for _ in range(self.draws)]
         (name, ends), *more = [*value.items()] or [("", None)]
-        is_range = isinstance(ends, list | tuple) and len(ends) == 2 and all(map(_is_number, ends)) and ends[0] < ends[1]
+        is_range = isinstance(ends, list | tuple) and len(ends) == 2 and all(map(is_number, ends)) and ends[0] < ends[1]
         if more or name not in ("uniform", "log_uniform") or not is_range:
             raise InputError(
                 f"{origin}: {key} must be a list of values to draw from, {{ uniform = [low, high] }} or "
@@ -679,41 +681,21 @@ def _top_fields() -> dict[str, dataclasses.Field[Any]]:
 
 
 def _convert(key: str, value: Any, hint: Any, origin: str) -> Any:
-    """``value`` as ``hint`` asks: whole floats pass as int, ints as float, the text "none" as None."""
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        if value is None or (isinstance(value, str) and value.lower() == "none"):
-            return None
-        hint = next(option for option in typing.get_args(hint) if option is not type(None))
-    if typing.get_origin(hint) is tuple:
-        item = typing.get_args(hint)[0]
-        values = value if isinstance(value, list | tuple) else [value]
-        return tuple(_convert(key, v, item, origin) for v in values)
-    if hint is float and _is_number(value):
-        return float(value)
-    if hint is int and _is_number(value) and value == int(value):
-        return int(value)
-    if (hint is bool and isinstance(value, bool)) or (hint is str and isinstance(value, str)):
-        return value
-    wanted = {float: "a number", int: "a whole number", bool: "true or false", str: "text"}[hint]
-    apart = "; several values are given apart, as in 0.1 0.2" if isinstance(value, list) and origin == "override" else ""
-    raise InputError(f"{origin}: {key} must be {wanted}, got {value!r}{apart}")
-
-
-def _check_range(key: str, value: Any, meta: Any, origin: str) -> None:
-    for item in value if isinstance(value, tuple) else (value,):
-        if item is None:
-            continue
-        if not is_in_range(item, meta):
-            near = did_you_mean(item, list(meta["choices"])) if meta.get("choices") else ""
-            raise InputError(f"{origin}: {key} must be {range_text(meta)}, got {item!r}{near}")
-    if key.endswith("hidden") and (not value or min(value) < 1):
-        raise InputError(f"{origin}: {key} must hold one or more positive sizes, got {list(value)}")
+    try:
+        return convert(key, value, hint)
+    except ValueError as error:
+        apart = "; several values are given apart, as in 0.1 0.2" if isinstance(value, list) and origin == "override" else ""
+        raise InputError(f"{origin}: {error}{apart}") from error
 
 
 def _env_value(key: str, value: Any, default: Any, origin: str) -> Any:
     is_wrapper = key.rpartition("env_params.")[2] in WRAPPERS  # swept or not
-    if is_range(value) and _is_number(default) and not is_wrapper:
-        return {end: _env_value(f"{key}.{end}", number, 0.0, origin) for end, number in value.items()}
+    if isinstance(value, dict) and is_number(default) and not is_wrapper:
+        try:
+            check_drawn(key, value)
+        except ValueError as error:
+            raise InputError(f"{origin}: {error}") from error
+        return {end: float(number) for end, number in value.items()}
     if isinstance(value, datetime.date | datetime.time):
         raise InputError(f"{origin}: {key} is read as a date, {value}; put it in quotes if it is text")
     if isinstance(default, bool):
@@ -726,7 +708,7 @@ def _env_value(key: str, value: Any, default: Any, origin: str) -> Any:
         return value
     if value == "none" and is_wrapper:
         return None  # takes back what a base file sets
-    if not _is_number(value):
+    if not is_number(value):
         raise InputError(f"{origin}: {key} must be a number, got {value!r}")
     if isinstance(default, float):
         return float(value)
@@ -741,15 +723,20 @@ def _as_list(key: str, value: Any, origin: str, may_repeat: bool = False) -> lis
     return list(value)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def _literal(text: str) -> Any:
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return {"True": True, "False": False}.get(text, text)
+
+
+def _as_python(value: Any) -> Any:
+    """Without the numbers and arrays of numpy and jax."""
+    if isinstance(value, dict):
+        return {key: _as_python(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(_as_python, value))
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _plain(value: Any) -> Any:

@@ -22,6 +22,7 @@ from rljax import extensions
 from rljax.experiment import hosts, report, sinks
 from rljax.experiment.config import Experiment, InputError, file_digest
 from rljax.experiment.evaluation import Evaluation
+from rljax.files import write_whole
 
 
 def is_finished(experiment: Experiment) -> bool:
@@ -69,9 +70,7 @@ class Metrics:
         if missing := [at for at, count in counts.items() if count < fewest]:
             raise InputError(f"{path}: rows of step {missing[0]:,} are missing{damaged}; --fresh starts over")
         if hosts.leads():
-            temporary = path.with_suffix(".tmp")
-            temporary.write_bytes(b"".join(line + b"\n" for line in kept))
-            os.replace(temporary, path)
+            write_whole(path, b"".join(line + b"\n" for line in kept))
         self._file = (path if hosts.leads() else Path(os.devnull)).open("a")
 
     def write(
@@ -245,8 +244,5 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def write_json(path: Path, data: dict[str, Any]) -> None:
     """Writes it whole or not at all; of several processes the first alone does."""
-    if not hosts.leads():
-        return
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(data, indent=2) + "\n")
-    os.replace(temporary, path)
+    if hosts.leads():
+        write_whole(path, (json.dumps(data, indent=2) + "\n").encode())

@@ -3,24 +3,15 @@
 import base64
 import io
 import math
-import os
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
-from pathlib import Path
 from typing import Any
+
+from rljax.files import write_whole as write_whole  # of pictures too
 
 # Okabe and Ito's colours, told apart by readers with any colour vision; their yellow is too faint on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 DASHES = ("-", "--", "-.", ":")
-
-
-def write_whole(path: Path, data: bytes) -> Path:
-    """Write a file whole or not at all: a reader never sees half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_bytes(data)
-    os.replace(temporary, path)
-    return path
 
 
 # Words

@@ -22,6 +22,7 @@ from rljax.experiment import page
 from rljax.experiment.health import sentence
 from rljax.experiment.pictures import read_about
 from rljax.experiment.statistics import bootstrap_interval, bootstrap_intervals, iqm, normalized_score
+from rljax.files import write_whole
 
 EVALUATION, TRAINING = "eval/return", "episode/return"
 REGRET = "regret/cumulative"  # of a bandit, over all its decisions so far
@@ -204,7 +205,7 @@ def summarize(run: Run | str | Path) -> dict[str, Any]:
 def write_summary(path: str | Path) -> dict[str, Any]:
     """Write `summary.json` into the run directory and return what it holds."""
     summary = summarize(path)
-    page.write_whole(Path(path) / "summary.json", (json.dumps(summary, indent=2, allow_nan=False) + "\n").encode())
+    write_whole(Path(path) / "summary.json", (json.dumps(summary, indent=2, allow_nan=False) + "\n").encode())
     return summary
 
 
@@ -472,7 +473,7 @@ def write_curve(path: str | Path) -> Path | None:
     if not curves:
         return None
     image = learning_curve([(summary["metric"], curves)], summary["random"], _title(summary), width=6.0)
-    return page.write_whole(run.path / "curve.png", image)
+    return write_whole(run.path / "curve.png", image)
 
 
 def _grids(run: Run, summary: dict) -> list[tuple[str, list[Curve], bytes]]:
@@ -662,4 +663,4 @@ def write_report(paths: str | Path | Sequence[str | Path], out: str | Path | Non
     title = f"Comparison of {len(runs)} runs" if several else _title(summaries[0])
     body = "\n".join([_comparison(runs, summaries), *sections] if several else sections)
     default = Path("report.html") if several else runs[0].path / "report.html"
-    return page.write_whole(default if out is None else Path(out), page.document(title, body))
+    return write_whole(default if out is None else Path(out), page.document(title, body))

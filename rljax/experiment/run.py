@@ -49,7 +49,7 @@ def run(
     Args:
       experiment: with traced sweeps only; `Experiment.programs` splits others.
       fresh: deletes what the run directory holds and starts over.
-      listener: called with a dict at each event: ``start``, ``chunk``, ``evaluation``, ``note`` and ``end``.
+      listener: called with a dict at each event: ``compile``, ``start``, ``chunk``, ``note`` and ``end``.
       argv: recorded in ``run.json``.
       stop: asked after each chunk; where it is true, the run saves and stops. Of several processes the first is asked.
       log: where its metrics go besides, names of `rljax.experiment.sinks.SINKS`. A run that has finished is sent there too.
@@ -173,6 +173,7 @@ def _train(
     began += clock() - before
 
     compile_began = clock()
+    say({"event": "compile"})
     halving = Halving(program)
     at_once = program.at_once
     program, compiled = program.compiled()

@@ -19,6 +19,8 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
+from rljax.files import write_whole
+
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 FLOATS = (np.float16, np.float32, np.float64, ml_dtypes.bfloat16)
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
@@ -163,9 +165,7 @@ def save(
     safetensors.numpy.save_file(tensors, partial, {"format": "pt"})
     os.replace(partial, path / "model.safetensors")
     for name, text in files.items():
-        partial = path / f"{name}.partial"
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, path / name)
+        write_whole(path / name, text.encode())
 
 
 def read_gguf(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:

@@ -1,6 +1,7 @@
 """Wrappers whose tests stand nowhere else: `Randomized`."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -70,7 +71,24 @@ def test_a_limit_around_it_truncates(rollout):
     [
         ("--env_params.gravity {low=5.0,high=5.0}", "env_params.gravity: low must be below high"),
         ("--env_params.gravity {low='a',high=5.0}", "env_params.gravity.low must be a number, got 'a'"),
-        ("--env_params.gravity {low=5.0,height=6.0}", "env_params.gravity must be a number"),
+        (
+            "--env_params.gravity {low=5.0,height=6.0}",
+            "env_params.gravity must be a number or a range, as { low = 0.5, high = 1.5 }",
+        ),
+        ("--env_params.gravity {low=1}", "env_params.gravity must be a number or a range, .*; {'low': 1} lacks high"),
+        ("--env_params.gravity {high=2}", "env_params.gravity must be a number or a range, .*; {'high': 2} lacks low"),
+        ("--env_params.gravity {}", "{} lacks low and high"),
+        ("--env_params.gravity {low=1,high=2,step=3}", "'step' is no key of one"),
+        ("--env_params.gravity {low=6.0,high=5.0}", "env_params.gravity: low must be below high, got {'low': 6.0, 'high': 5.0}"),
+        ("--env_params.gravity {low=1.0,high=inf}", "env_params.gravity.high must be a number, got inf"),
+        ("--env_params.gravity {low=nan,high=1.0}", "env_params.gravity.low must be a number, got nan"),
+        (
+            "--env_params.gravity {low={low=1,high=2},high=3}",
+            "env_params.gravity.low must be a number, got {'low': 1, 'high': 2}",
+        ),
+        ("--env_params.gravity {low=0,high=1e39}", "env_params.gravity.high must be a number that float32 can hold"),
+        ("--env_params.gravity {low=5.0,high=5.00000001}", "low must be below high, .* (the same in float32)"),
+        ("--sweep.env_params.gravity {low=1} 9.8", "sweep.env_params.gravity must be a number or a range"),
         ("--env_params.time_limit {low=5,high=50}", "env_params.time_limit must be a number"),
         ("--env_params.max_steps_in_episode {low=5,high=50}", "cannot be drawn for each episode"),
     ],
@@ -80,8 +98,24 @@ def test_wrong_ranges_are_one_line(flags, message):
         config = load(None, {"env": "CartPole-v1", "total_steps": 1000, **parse_overrides(flags.split())})
         return make_env(config.env, **config.env_params)
 
-    with pytest.raises((InputError, ValueError), match=message.replace(".", r"\.")):
+    pattern = re.escape(message).replace(r"\.\*", ".*")
+    with pytest.raises((InputError, ValueError), match=pattern) as error:
         make()
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("value", [{"low": 1}, {"low": "a", "high": 2}, {"low": 2, "high": 1}])
+def test_wrong_ranges_given_to_make_env(value):
+    with pytest.raises(ValueError, match=r"env_params\.gravity"):
+        make_env("CartPole-v1", gravity=value)
+
+
+def test_ranges_and_values_of_numpy():
+    task = {"env": "CartPole-v1", "total_steps": 1}
+    config = load(None, {**task, "env_params.gravity": {"low": np.float32(5), "high": np.int64(15)}})
+    assert config.hash == load(None, {**task, "env_params.gravity": {"low": 5, "high": 15}}).hash
+    swept = load(None, {**task, "sweep.env_params.gravity": np.linspace(5, 15, 3)})
+    assert swept.sweep == {"env_params.gravity": (5.0, 10.0, 15.0)}
 
 
 def test_a_config_keeps_its_ranges(tmp_path):

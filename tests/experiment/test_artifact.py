@@ -245,6 +245,9 @@ def test_inputs_that_do_not_fit_are_named_with_both_shapes(folder, write):
     refused(lambda: policy(row[0]), "observation must be float32 [batch, 4], got float32 [4]")
     refused(lambda: policy(np.zeros((2, 5), np.float32)), "observation must be float32 [batch, 4], got float32 [2, 5]")
     refused(lambda: policy(np.zeros((2, 4))), "observation must be float32 [batch, 4], got float64 [2, 4]")
+    refused(lambda: policy(row * np.nan), "observation must be finite, and is not")
+    refused(lambda: policy([[1.0], [1.0, 2.0]]), "observation must be an array, and its rows are of different lengths")
+    refused(lambda: jax.vmap(lambda x: policy(x)[0])(row[None]), "cannot stand inside jax.vmap", error=NotImplementedError)
     refused(lambda: policy(row[:0]), "observation must be float32 [batch, 4], got float32 [0, 4]")
     refused(lambda: policy(row, mask=np.ones((1, 2), bool)), "mask must be left out: this policy takes none, got bool [1, 2]")
     refused(lambda: policy(row, [row]), "carry must be what the call before returned, 0 arrays, got 1 arrays")
@@ -258,6 +261,10 @@ def test_inputs_that_do_not_fit_are_named_with_both_shapes(folder, write):
     seen = np.zeros((2, 2), np.float32)
     refused(lambda: memory(seen, ()), "carry must be what the call before returned, 1 arrays, got 0 arrays")
     refused(lambda: memory(seen[:1], memory.start(2)), "carry[0] must be float32 [1, 8], got float32 [2, 8]")
+    for batch in ("a", -1, 0, 2.0, None, True):
+        for one in (policy, memory):
+            refused(lambda one=one, batch=batch: one.start(batch), f"batch must be a whole number, 1 or more, got {batch!r}")
+    assert policy.start(np.int64(2)) == () and memory.start(np.int64(2))[0].shape == (2, 8)
     conditioned = exported.load(write("decision_transformer")[3])
     seen = np.zeros((1, *conditioned.about["inputs"]["observation"]["shape"]), np.float32)
     refused(lambda: conditioned(seen, conditioned.start(1)), "reward is missing: this policy takes float32 [1]")
@@ -271,10 +278,28 @@ def test_folders_that_cannot_be_read(folder, tmp_path):
     refused(lambda: exported.load(broken), "has format 2, and this loader reads 1")
     (broken / "policy.json").write_text("{}")
     refused(lambda: exported.load(broken), "policy.json is damaged")
+    (broken / "policy.json").write_bytes((folder / "policy.json").read_bytes()[:-5])
+    refused(lambda: exported.load(broken), "policy.json is damaged")
+    (broken / "policy.json").write_text("[" * 100_000)
+    refused(lambda: exported.load(broken), "policy.json is damaged")
+    kinds = dict.fromkeys(about["parameters"], "flot")
+    wrong = [
+        {"sha256": 3},
+        {"parameters": []},
+        {"parameters": kinds},
+        {"parameters": {"x": "float32"}},
+        {"carry": 3},
+        {"carry": [1]},
+    ]
+    for change in [*wrong, {"inputs": 3}, {"inputs": {}}]:
+        (broken / "policy.json").write_text(json.dumps({**about, **change}))
+        refused(lambda: exported.load(broken), "policy.json is damaged")
     shutil.copy(folder / "policy.json", broken)
     content = bytearray((folder / "greedy.jaxexport").read_bytes())
     content[len(content) // 2] ^= 1
     (broken / "greedy.jaxexport").write_bytes(content)
+    refused(lambda: exported.load(broken), "greedy.jaxexport is damaged")
+    (broken / "greedy.jaxexport").write_bytes(content[: len(content) // 2])
     refused(lambda: exported.load(broken), "greedy.jaxexport is damaged")
     (broken / "greedy.jaxexport").unlink()
     refused(lambda: exported.load(broken), "greedy.jaxexport cannot be read")
@@ -295,6 +320,10 @@ def test_runs_and_targets_that_are_refused(finished, tmp_path, capsys):
     assert [file.name for file in tmp_path.rglob("*")] == ["there", "mine.txt"]
     refused(lambda: export(path, 2, tmp_path / "new"), "--lane must be from 0 to 1, got 2", error=InputError)
     refused(lambda: export(path, 0, there / "mine.txt" / "new"), "cannot write", error=InputError)
+    for name, place in (("file", "there/mine.txt"), ("full", "there"), ("itself", "itself")):
+        (tmp_path / name).symlink_to(place)
+        words = ["leads to itself"] if name == "itself" else [f"leads to {tmp_path / place}, exists already, and nothing"]
+        refused(lambda name=name: export(path, 0, tmp_path / name), *words, error=InputError)
     failed = shutil.copytree(path, tmp_path / "failed")
     info = json.loads((failed / "run.json").read_text())
     info["failed"] = [{"lane": 0, "seed": 0, "step": 64, "reason": "non-finite parameters"}]
@@ -303,6 +332,17 @@ def test_runs_and_targets_that_are_refused(finished, tmp_path, capsys):
         lambda: export(failed, 0, tmp_path / "new"), "lane 0", "has failed at step 64: non-finite parameters", error=InputError
     )
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_target_that_is_a_link_is_written_where_it_leads(tmp_path, is_there):
+    if is_there:
+        (tmp_path / "place").mkdir()
+    (tmp_path / "link").symlink_to("place")
+    with artifact.appearing(tmp_path / "link") as folder:
+        (folder / "policy.json").write_text("{}")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "place" / "policy.json").read_text() == "{}"
+    assert sorted(os.listdir(tmp_path)) == ["link", "place"]
 
 
 @dataclasses.dataclass(frozen=True)
