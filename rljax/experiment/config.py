@@ -315,12 +315,10 @@ def describe(experiment: Experiment) -> list[tuple[str, str, str]]:
 def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, tuple[Any, str]]:
     """Flattened entries of a file and, under them, of its base."""
     try:
-        text = path.read_text()
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"cannot read config {path}: {error.strerror}") from error
-    try:
-        data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # TOML's own, and Python's of a number with thousands of digits
         raise InputError(f"{path}: not valid TOML: {error}") from error
     entries: dict[str, tuple[Any, str]] = {}
     base = data.pop("base", None)
@@ -726,7 +724,7 @@ def _as_list(key: str, value: Any, origin: str, may_repeat: bool = False) -> lis
 def _literal(text: str) -> Any:
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except ValueError:
         return {"True": True, "False": False}.get(text, text)
 
 

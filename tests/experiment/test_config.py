@@ -1,6 +1,8 @@
 import dataclasses
 import datetime
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from rljax.experiment import InputError, load, parse_overrides
@@ -31,6 +33,36 @@ def test_hash_covers_what_decides_the_result_and_nothing_else(tmp_path):
     assert dataclasses.replace(e, out="elsewhere", name="other", checkpoint_seconds=1.0).hash == e.hash
     assert dataclasses.replace(e, eval_seed=1).hash != e.hash
     assert dataclasses.replace(e, algo=dataclasses.replace(e.algo, clip=0.3)).hash != e.hash
+
+
+def test_numbers_of_numpy_and_jax_are_as_good_as_pythons():
+    task = {"env": "CartPole-v1", "total_steps": 1000}
+    given = {
+        "seeds": np.arange(3),
+        "algo.clip": jnp.float32(0.5),
+        "algo.hidden": np.array([8, 4]),
+        "env_params.gravity": np.int64(9),
+    }
+    plain = {"seeds": [0, 1, 2], "algo.clip": 0.5, "algo.hidden": [8, 4], "env_params.gravity": 9}
+    swept = {"sweep.algo.discount": np.array([0.5, 0.75]), "algo.num_steps": np.uint16(16)}
+    e = load(None, {**task, **given, **swept})
+    assert e == load(None, {**task, **plain, "sweep.algo.discount": [0.5, 0.75], "algo.num_steps": 16})
+    assert (e.seeds, e.sweep, e.algo.hidden) == ((0, 1, 2), {"algo.discount": (0.5, 0.75)}, (8, 4))
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"total_steps = " + b"1" * 5000, b"env ="])
+def test_a_file_that_is_no_toml(tmp_path, content):
+    (tmp_path / "e.toml").write_bytes(content)
+    with pytest.raises(InputError, match=r"e.toml: not valid TOML: ") as error:
+        load(tmp_path / "e.toml")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("number", [10**400, "1" * 5000, float("inf")])
+@pytest.mark.parametrize("key", ["algo.clip", "env_params.gravity"])
+def test_numbers_that_no_float_can_hold(key, number):
+    with pytest.raises(InputError, match=f"{key} must be a number, got"):
+        load_flags(f"--{key} {number}")
 
 
 def test_inheritance_the_nearest_file_wins(tmp_path):
