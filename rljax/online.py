@@ -85,7 +85,7 @@ class Online:
         self._options = jax.tree.map(jnp.float32, self.config)  # on the device once, and not at every call
         self._key = jax.random.key(self.seed)
         try:
-            shapes = jax.eval_shape(lambda key: _init(self._options, self._sizes, key), self._key)
+            shapes = _init.eval_shape(self._options, self._sizes, self._key)
             numbers = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes))
         except OverflowError:
             numbers = math.inf
@@ -107,7 +107,7 @@ class Online:
         wanted = f"action_mask must be {self.num_actions} truth values with one True or more"
         mask = None if action_mask is None else _numbers(wanted, action_mask)
         if mask is not None:
-            if mask.shape != (self.num_actions,) or not np.isin(mask, (0, 1)).all() or not mask.any():
+            if mask.shape != (self.num_actions,) or not ((mask == 0) | (mask == 1)).all() or not mask.any():
                 raise ValueError(f"{wanted}, got {_said(action_mask)}")
             mask = mask.astype(bool)
         number = np.uint32(self.decided % 2**32)
