@@ -682,8 +682,12 @@ def _convert(key: str, value: Any, hint: Any, origin: str) -> Any:
     try:
         return convert(key, value, hint)
     except ValueError as error:
-        apart = "; several values are given apart, as in 0.1 0.2" if isinstance(value, list) and origin == "override" else ""
-        raise InputError(f"{origin}: {error}{apart}") from error
+        several = ""
+        if isinstance(value, list) and origin == "override":
+            several = "; several values are given apart, as in 0.1 0.2"
+        elif isinstance(value, list) and key.startswith(("algo.", "model.")):
+            several = f'; to sweep over several values write "{key}" = {value} under [sweep]'
+        raise InputError(f"{origin}: {error}{several}") from error
 
 
 def _env_value(key: str, value: Any, default: Any, origin: str) -> Any:

@@ -58,6 +58,12 @@ def test_a_file_that_is_no_toml(tmp_path, content):
     assert "\n" not in str(error.value)
 
 
+def test_a_list_in_the_place_of_a_number_is_shown_the_way_to_a_sweep(tmp_path):
+    write(tmp_path / "e.toml", BASE + "[algo]\nlearning_rate = [1e-3, 4e-3]\n")
+    with pytest.raises(InputError, match=r'"algo.learning_rate" = \[0.001, 0.004\] under \[sweep\]'):
+        load(tmp_path / "e.toml")
+
+
 @pytest.mark.parametrize("number", [10**400, "1" * 5000, float("inf")])
 @pytest.mark.parametrize("key", ["algo.clip", "env_params.gravity"])
 def test_numbers_that_no_float_can_hold(key, number):
