@@ -56,6 +56,7 @@ OFFLINE_PEERS = ("rljax", "orlax", "orlax-scan", "d3rlpy")
 PEERS = ("rejax", "sb3", "sbx", "purejaxrl", "orlax", "d3rlpy")  # each in an environment of its own
 CASES = {
     "small-1seed": Case(PPO_PEERS, PPO()),
+    "small-1seed-1core": Case(PPO_PEERS, PPO(cores=1)),  # XLA hands small operations from core to core where there are more
     "small-8seeds": Case(PPO_PEERS, PPO(seeds=8)),
     "small-64seeds": Case(("rljax", "rejax"), PPO(seeds=64, updates=100)),
     "cores": Case(("rljax", "rljax-1core"), PPO(seeds=8)),  # as many host devices as `--devices`, beside one

@@ -32,6 +32,7 @@ class Settings:
     warmups: int = 1  # untimed runs before the first round
     rounds: int = 5
     devices: int = 2  # host devices that rljax spreads several seeds over
+    cores: int = 0  # that each contender is kept to; 0: all
     purejaxrl: str = ""  # folder of a purejaxrl checkout
     num_envs: int = 4
     num_steps: int = 128
@@ -57,7 +58,7 @@ class Settings:
 
 
 NO_HYPER_PARAMETERS = (
-    "algo", "env", "physics", "updates", "seeds", "continued", "warmups", "rounds", "devices", "purejaxrl", "data_size",
+    "algo", "env", "physics", "updates", "seeds", "continued", "warmups", "rounds", "devices", "cores", "purejaxrl", "data_size",
 )  # fmt: skip
 
 
@@ -933,9 +934,14 @@ def run_d3rlpy(s: Settings, channel: Channel) -> None:
     serve_offline(s, channel, fresh, lambda: None, train, parameters, ("d3rlpy", "torch"))
 
 
+def keep_to(cores: int) -> None:
+    """Keeps this process to its first cores."""
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
+
+
 def run_rljax_on_one_core(s: Settings, channel: Channel) -> None:
     """rljax with one host device, kept to one core: what its devices are to be compared with."""
-    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    keep_to(1)
     run_rljax(dataclasses.replace(s, devices=1), channel)
 
 
@@ -957,6 +963,8 @@ CONTENDERS: dict[str, Callable[[Settings, Channel], None]] = {
 def main() -> None:
     contender, settings = sys.argv[1:]
     fields = json.loads(settings)
+    if fields["cores"]:
+        keep_to(fields["cores"])  # before jax counts them
     CONTENDERS[contender](SETTINGS[fields["algo"]](**{**fields, "hidden": tuple(fields["hidden"])}), Channel())
 
 
