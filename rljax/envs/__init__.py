@@ -11,7 +11,7 @@ from rljax.envs.wrappers import TimeLimit
 
 if TYPE_CHECKING:
     from rljax.envs.as_gymnasium import to_gymnasium, to_gymnasium_vector
-    from rljax.envs.gymnasium import from_gymnasium
+    from rljax.envs.gymnasium import from_gymnasium, from_gymnasium_vector
 
 __all__ = [
     "Box",
@@ -29,6 +29,7 @@ __all__ = [
     "env_names",
     "env_parameters",
     "from_gymnasium",
+    "from_gymnasium_vector",
     "group",
     "make_env",
     "register_env",
@@ -42,10 +43,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "from_gymnasium":  # gymnasium is slow to import
+    if name in ("from_gymnasium", "from_gymnasium_vector"):  # gymnasium is slow to import
         from rljax.envs import gymnasium
 
-        return gymnasium.from_gymnasium
+        return getattr(gymnasium, name)
     if name in ("to_gymnasium", "to_gymnasium_vector"):
         from rljax.envs import as_gymnasium
 

@@ -179,11 +179,15 @@ def group(env: Environment, n_groups: int, group_size: int, reset_pool: int | No
     what happens next: each copy steps with a key of its own.
 
     Raises:
-      ValueError: a size below 1.
+      ValueError: a size below 1, or copies on the host that cannot be started alike.
     """
     for name, size in (("num_envs", n_groups), ("group_size", group_size)):
         if size < 1:
             raise ValueError(f"{name} must be at least 1, got {size}")
+    if group_size > 1 and host.is_on_host(env) and not env.copies.seeds_each:  # type: ignore[attr-defined]
+        raise ValueError(
+            f"algo.group_size: the members of a group start alike, and {env.copies.name} takes one seed for all its copies"  # type: ignore
+        )
     if reset_pool is None:
         reset_pool = getattr(env, "reset_pool", 0)
     return VectorEnvironment(env, n_groups * group_size, group_size, int(reset_pool or 0))

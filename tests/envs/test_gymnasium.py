@@ -1,6 +1,7 @@
 """Gymnasium both ways. `Clock` shows in its observations all that happened to it, so that every field can be predicted."""
 
 import functools
+import json
 import sys
 
 import gymnasium
@@ -22,6 +23,7 @@ from rljax.envs import (
     check,
     env_parameters,
     from_gymnasium,
+    from_gymnasium_vector,
     group,
     host,
     make_env,
@@ -378,11 +380,297 @@ def test_what_fails_is_named_when_the_program_has_returned(how, said):
     assert env.copies.counts == (0, 0)
 
 
+class Clocks(gymnasium.vector.VectorEnv):
+    """`Clock`, many of them, in any mode. A copy that begins by itself has the next seed."""
+
+    def __init__(self, num_envs=1, mode="SameStep", seeds="list"):
+        self.num_envs, self._seeds = num_envs, seeds
+        self.metadata = {"autoreset_mode": gymnasium.vector.AutoresetMode(mode)}
+        self.mode = self.metadata["autoreset_mode"].name
+        self.single_observation_space, self.single_action_space = Clock.observation_space, Clock.action_space
+        self.clocks, self.ended = [Clock() for _ in range(num_envs)], np.zeros(num_envs, bool)
+
+    def reset(self, *, seed=None, options=None):
+        mask = (options or {}).get("reset_mask", np.ones(self.num_envs, bool))
+        if self._seeds == "one":
+            seeds = [*range(seed, seed + self.num_envs)] if seed is not None else [c.seed + 1 for c in self.clocks]
+        elif self._seeds == "array":
+            assert isinstance(seed, np.ndarray)
+            seeds = np.zeros(self.num_envs, int)
+            seeds[mask] = seed
+        else:
+            assert isinstance(seed, list)
+            seeds = seed
+        if mask.all():
+            self.seen = np.zeros((self.num_envs, 3))
+        for i in np.flatnonzero(mask):
+            self.seen[i] = self.clocks[i].reset(seed=int(seeds[i]))[0]
+        self.ended[mask] = False
+        return self.seen.copy(), {}
+
+    def step(self, actions):
+        assert actions.shape == (self.num_envs,)
+        assert self.mode != "DISABLED" or not self.ended.any()
+        rewards, flags, infos = np.zeros(self.num_envs), np.zeros((2, self.num_envs), bool), {}
+        for i, clock in enumerate(self.clocks):
+            self.seen[i], rewards[i], *flags[:, i], _ = clock.step(actions[i])
+            self.ended[i] = flags[:, i].any()
+            if self.ended[i] and self.mode == "SAME_STEP":
+                infos.setdefault("final_obs", np.full(self.num_envs, None))[i] = self.seen[i].copy()
+                self.seen[i] = clock.reset(seed=clock.seed + 1)[0]
+        return self.seen, rewards, flags[0], flags[1], infos  # its own array, as fast simulators return it
+
+    def close_extras(self):
+        for clock in self.clocks:
+            clock.close()
+
+
+def clocks(mode, seeds="list"):
+    return from_gymnasium_vector(functools.partial(Clocks, mode=mode, seeds=seeds), "clocks")
+
+
+@pytest.fixture(scope="module")
+def singly():
+    return jit(lambda key: played(vectorize(clock(), 3), key, 20)[3])(jax.random.key(0))
+
+
+def test_a_vector_environment_that_is_reset_by_us_plays_as_its_copies_would(singly):
+    env = clocks("Disabled")
+    check(env)
+    together = jit(lambda key: played(vectorize(env, 3), key, 20)[3])(jax.random.key(0))
+    assert singly.done.sum() > 6
+    jax.tree.map(np.testing.assert_array_equal, together, singly)
+    assert env.copies.counts == (3, 1)
+    host.close(env)
+    assert env.copies.counts == (0, 0)
+
+
+def test_a_vector_environment_that_goes_on_by_itself():
+    """The first episodes are those of our seeds, and the ones after them its own."""
+    _, first, actions, steps = jit(lambda key: played(vectorize(clocks("SameStep"), 3), key, 20))(jax.random.key(0))
+    seeds, counts = np.asarray(first.observation[:, 0]).copy(), np.zeros(3)
+    ends, together = 0, 0
+    for t in range(20):
+        counts += 1
+        step = jax.tree.map(lambda x, t=t: np.asarray(x[t]), steps)
+        np.testing.assert_array_equal(step.next_observation, np.stack([seeds, counts, actions[t]], 1))
+        np.testing.assert_array_equal(step.reward, counts)
+        done = counts == 3 + seeds % 4
+        np.testing.assert_array_equal(step.terminated, done & (seeds % 2 == 0))
+        np.testing.assert_array_equal(step.truncated, done & (seeds % 2 == 1))
+        np.testing.assert_array_equal(step.info["episode_length"], counts)
+        if done.all():  # all begin together, as at the start
+            seeds, together = step.observation[:, 0].copy(), together + 1
+        seeds[done] = seeds[done] + (0 if done.all() else 1)
+        counts[done] = 0
+        np.testing.assert_array_equal(step.observation[done], np.stack([seeds, counts, -np.ones(3)], 1)[done])
+        ends += done.sum()
+    assert ends > 6
+    assert together < 2
+
+
+@pytest.mark.parametrize("mode", ["SameStep", "Disabled"])
+def test_evaluations_play_first_episodes_of_vector_environments(mode):
+    env, agent = clocks(mode), acts(lambda x: x[:, 0] * 0)
+    keys = jax.random.split(jax.random.key(0), 2)
+    result, alone = (jit(jax.vmap(lambda key, e=e: evaluate_agent(agent, e, (), key, 8, 5)))(keys) for e in (env, clock()))
+    jax.tree.map(np.testing.assert_array_equal, result, alone)
+    assert not result.finished.all()
+    assert env.copies.counts == (0, 1 + 16)  # one call for both lanes, and what said the spaces
+
+
+@pytest.mark.parametrize("seeds", ["list", "array", "one"])
+def test_seeds_as_a_vector_environment_takes_them(seeds):
+    env = clocks("Disabled", seeds)
+    play = jit(lambda key: played(vectorize(env, 3), key, 8)[1:])
+    first, _, steps = play(jax.random.key(0))
+    host.raise_failure(env)
+    starts = np.asarray(first.observation[:, 0])
+    if seeds == "one":
+        np.testing.assert_array_equal(np.diff(starts) % 997, 1)
+        with pytest.raises(ValueError, match=r"algo.group_size: .* clocks takes one seed for all its copies"):
+            group(env, 1, 2)
+    else:
+        assert len(np.unique(starts)) == 3
+        twins = jit(group(env, 2, 2).reset)(jax.random.key(1))[1].observation[:, 0]
+        np.testing.assert_array_equal(twins[::2], twins[1::2])
+    assert steps.done.any()
+    jax.tree.map(np.testing.assert_array_equal, play(jax.random.key(0))[0], first)
+
+
+@pytest.mark.parametrize("mode", ["SameStep", "Disabled"])
+def test_a_row_of_a_vector_environment_that_was_stepped_elsewhere_is_cut(mode):
+    env = clocks(mode)
+    envs = vectorize(env, 3)
+    state, _ = jit(envs.reset)(jax.random.key(0))
+    step = jit(envs.step)
+    after, _ = step(jax.random.key(1), state, jnp.zeros(3, jnp.int32))
+    _, new = step(jax.random.key(2), state, jnp.zeros(3, jnp.int32))  # all of them: begun anew together
+    assert new.truncated.all()
+    np.testing.assert_array_equal(new.next_observation, state.env.observation)
+    np.testing.assert_array_equal(new.observation[:, 1:], [[0, -1]] * 3)
+    state, _ = jit(envs.reset)(jax.random.key(0))
+    after, _ = step(jax.random.key(1), state, jnp.zeros(3, jnp.int32))
+    mixed = after.replace(env=after.env.replace(handle=after.env.handle.at[1].set(-7)))
+    final, new = step(jax.random.key(2), mixed, jnp.zeros(3, jnp.int32))
+    np.testing.assert_array_equal(new.truncated, [False, True, False])
+    np.testing.assert_array_equal(new.reward, [2, 0, 2])
+    if mode == "SameStep":  # nothing begins its row alone
+        with pytest.raises(EnvironmentFailed, match=r"clocks: copy 1 of 3, step 1 of .*: the episode has not ended, .* its own$"):
+            host.raise_failure(env)
+    else:
+        np.testing.assert_array_equal(new.observation[1, 1:], [0, -1])
+        host.raise_failure(env)
+        _, later = step(jax.random.key(3), final, jnp.zeros(3, jnp.int32))
+        np.testing.assert_array_equal(later.reward[1:2], 1.0)
+
+
+def test_gymnasiums_own_vector_environment_plays_as_its_copies_would():
+    """Alike with a seed for each: to the last where we reset, and to the first end where it does."""
+
+    def several(num_envs, mode):
+        return gymnasium.make_vec("CartPole-v1", num_envs, "sync", vector_kwargs={"autoreset_mode": mode})
+
+    def play(env):
+        return jit(lambda key: played(vectorize(env, 4), key, 120)[3])(jax.random.key(0))
+
+    alone = play(make_env("gymnasium/CartPole-v1"))
+    assert alone.done.any(0).all()
+    jax.tree.map(np.testing.assert_array_equal, play(from_gymnasium_vector(lambda n: several(n, "Disabled"))), alone)
+    by_itself = play(from_gymnasium_vector(lambda n: several(n, "SameStep")))
+    first = np.cumsum(np.asarray(alone.done), 0) - np.asarray(alone.done) == 0
+    for name in ("next_observation", "reward", "terminated", "truncated"):
+        ours, theirs = (np.asarray(getattr(x, name))[first] for x in (by_itself, alone))
+        np.testing.assert_array_equal(ours, theirs)
+    assert by_itself.done.sum() > 4
+    assert np.abs(np.asarray(by_itself.observation)[np.asarray(by_itself.done)]).max() <= 0.05
+
+
+@pytest.fixture
+def registered():
+    gymnasium.register("Clocks-v0", vector_entry_point=Clocks)
+    gymnasium.register("Late-v0", vector_entry_point=lambda num_envs: Clocks(num_envs, "NextStep"))
+    gymnasium.register("Mute-v0", vector_entry_point=mute)
+    yield
+    for name in ("Clocks-v0", "Late-v0", "Mute-v0"):
+        del gymnasium.registry[name]
+
+
+def mute(num_envs=1, autoreset_mode=gymnasium.vector.AutoresetMode.NEXT_STEP):
+    env = Clocks(num_envs, autoreset_mode)
+    if autoreset_mode is gymnasium.vector.AutoresetMode.DISABLED:
+        del env.metadata["autoreset_mode"]
+    return env
+
+
+@pytest.mark.filterwarnings("ignore:.*AutoresetMode metadata")
+def test_names_that_are_vector_environments_only(registered):
+    assert env_parameters("gymnasium/Clocks-v0") == {"mode": "SameStep", "seeds": "list"}
+    env = make_env("gymnasium/Clocks-v0", mode="Disabled")
+    assert (env.observation_space.shape, env.action_space) == ((3,), Discrete(2))
+    assert env_parameters("gymnasium/Mute-v0") == {"autoreset_mode": "NextStep"}
+    assert make_env("gymnasium/Mute-v0", autoreset_mode="SameStep").action_space == Discrete(2)
+    for name, params, said in (
+        ("Mute-v0", {}, r"'gymnasium/Mute-v0' has autoreset mode NextStep, .*: set env_params.autoreset_mode = \"SameStep\" or"),
+        ("Late-v0", {}, r"'gymnasium/Late-v0' has autoreset mode NextStep, .*: it takes no autoreset_mode$"),
+        ("Mute-v0", {"autoreset_mode": "Disabled"}, r"its metadata has no autoreset_mode$"),
+        ("Mute-v0", {"autoreset_mode": "never"}, r"autoreset_mode must be one of NextStep, SameStep, Disabled, got 'never'"),
+    ):
+        with pytest.raises(ValueError, match=said) as error:
+            make_env(f"gymnasium/{name}", **params)
+        assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match="make it with autoreset_mode SameStep or Disabled, if it takes one"):
+        from_gymnasium_vector(lambda n: gymnasium.make_vec("CartPole-v1", n), "poles")
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("raise", r"clocks: step 2 of 2 copies together: RuntimeError: no power$"),
+        ("nan", r"clocks: copy 1 of 2, step 2 of the episode with seed \d+: the observation is not finite$"),
+        ("inf", r"clocks: copy 1 of 2, step 2 of the episode with seed \d+: the reward is inf$"),
+        ("few", r"clocks: step 2 of 2 copies together: it returned values of 1 copies$"),
+        ("made", r"clocks: 2 copies were asked for, and 1 were made$"),
+        ("reset", r"clocks: reset of 2 of 2 copies together: RuntimeError: no power$"),
+    ],
+)
+def test_what_fails_in_a_vector_environment_is_named(how, said):
+    class Faulty(Clocks):
+        def reset(self, *, seed=None, options=None):
+            if how == "reset" and self.num_envs > 1:
+                raise RuntimeError("no power")
+            return super().reset(seed=seed, options=options)
+
+        def step(self, actions):
+            observations, rewards, *others = super().step(actions)
+            if self.clocks[0].steps == 2:
+                if how == "raise":
+                    raise RuntimeError("no power")
+                observations[1] += np.nan if how == "nan" else 0
+                rewards[1] += np.inf if how == "inf" else 0
+                observations = observations[:1] if how == "few" else observations
+            return observations, rewards, *others
+
+    env = from_gymnasium_vector(lambda n: Faulty(1 if how == "made" else n), "clocks")
+    steps = jit(lambda key: played(vectorize(env, 2), key, 3)[3])(jax.random.key(0))
+    assert steps.truncated[-1].all()
+    with pytest.raises(EnvironmentFailed, match=said):
+        host.raise_failure(env)
+    assert env.copies.counts == (0, 0)
+
+
+def test_a_run_in_a_vector_environment(registered, tmp_path):
+    from rljax.experiment import load, run
+
+    (tmp_path / "clocks.toml").write_text(
+        'env = "gymnasium/Clocks-v0"\nseeds = [0, 1]\ntotal_steps = 64\nevals = 1\neval_episodes = 4\neval_max_steps = 8\n'
+        "[env_params]\nmode = 'Disabled'\n"
+        "[algo]\nname = 'ppo'\nnum_envs = 4\nnum_steps = 8\nhidden = [4]\nnum_epochs = 1\nnum_minibatches = 1\n"
+    )
+    run(load(tmp_path / "clocks.toml", {"out": str(tmp_path / "runs")}))
+    (metrics,) = tmp_path.rglob("metrics.jsonl")
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    lengths = [row["eval/length"] for row in rows if "eval/length" in row]
+    assert len(lengths) == 4
+    assert all(3 <= length <= 6 for length in lengths)
+
+
+def test_the_first_of_the_copies_that_is_wrong_is_named():
+    """All are checked at once, after all were stepped."""
+
+    class Odd(Clock):
+        fault = None
+
+        def step(self, action):
+            observation, reward, *others = super().step(action)
+            if self.fault == "raise":
+                raise RuntimeError("no power")
+            return observation + (np.nan if self.fault == "nan" else 0), reward, *others
+
+    for faults, said in (((2, "nan"), (3, "raise")), "copy 2 .* not finite"), (((1, "raise"), (2, "nan")), "copy 1 .* no power"):
+        made = []
+        env = from_gymnasium(lambda made=made: made.append(Odd()) or made[-1], "clock")
+        handles, _ = env.copies.begin(np.arange(4, dtype=np.uint32), np.ones(4, bool), np.full(4, -1, np.int32))
+        for row, fault in faults:
+            made[row].fault = fault
+        known = env.copies.step(handles, np.zeros(4, np.int32), np.zeros(4, np.int32))[4]
+        assert known.sum() in (0, 1)
+        with pytest.raises(EnvironmentFailed, match=said):
+            host.raise_failure(env)
+
+
+@pytest.mark.parametrize("space", [spaces.Tuple([spaces.Discrete(2)]), spaces.Dict(a=spaces.Discrete(2))])
+def test_composite_actions_are_refused_with_a_way_out(space):
+    said = rf"its actions are {type(space).__name__}, and must be .*; wrap it in a gymnasium.ActionWrapper whose action_space"
+    with pytest.raises(ValueError, match=said):
+        from_gymnasium(lambda: Strict(spaces.Discrete(1), space))
+
+
 def test_an_observation_outside_of_its_space_is_not_taken_for_another():
     for space, outside in ((gymnasium.spaces.Discrete(4, start=1), 5), (gymnasium.spaces.MultiDiscrete([2, 3]), [2, 1])):
         _, see = gymnasium_adapter._observations(space, "env")
         with pytest.raises(ValueError, match=r"the observation .* is outside of"):
-            see(outside)
+            see([outside])
 
 
 def test_ours_refuses_what_is_no_action():
@@ -414,11 +702,24 @@ def test_names_and_parameters(monkeypatch, tmp_path):
     [
         ("gymnasium/LunarLander-v9", {}, r"unknown env 'gymnasium/LunarLander-v9'; did you mean 'gymnasium/LunarLander-v3'"),
         ("gymnasium/nothing-like-it", {}, r"unknown env 'gymnasium/nothing-like-it'"),
-        ("gymnasium/ALE/Pong-v5", {}, r"gymnasium/ALE/Pong-v5'.*Namespace ALE not found"),
+        ("gymnasium/", {}, r"'gymnasium/' lacks the id of an environment, as in gymnasium/CartPole-v1"),
+        ("gymnasium/tests.envs.clocks:", {}, r"lacks the id of an environment, as in gymnasium/tests.envs.clocks:CartPole-v1"),
+        ("gymnasium/json:CartPol-v1", {}, r"'gymnasium/json:CartPol-v1'; did you mean 'gymnasium/json:CartPole-v1'"),
+        ("gymnasium/ALE/Pong-v5", {}, r'pip install ale-py, and env = "gymnasium/ale_py:ALE/Pong-v5" imports the module'),
+        ("gymnasium/Farm/Pig-v0", {}, r'under Farm/; env = "gymnasium/module:Farm/Pig-v0" imports the module that registers it'),
         ("gymnasium/no_module:Foo-v0", {}, r"No module named 'no_module'"),
         ("FrozenLake-v1", {}, r"unknown env 'FrozenLake-v1'; did you mean 'gymnasium/FrozenLake-v1'\?"),
         ("gymnasium/CartPole-v1", {"gravity": 1.0}, r"unknown key env_params\.gravity for gymnasium/CartPole-v1"),
         ("gymnasium/FrozenLake-v1", {"map_name": "5x5"}, r"'gymnasium/FrozenLake-v1' cannot be made .*5x5"),
+        ("gymnasium/FrozenLake-v1", {"success_rate": [1]}, r"'gymnasium/FrozenLake-v1' cannot be made"),
+        (
+            "gymnasium/FrozenLake-v1",
+            {"success_rate": "often"},
+            r"env_params.success_rate must be a number, as .* is, got 'often'",
+        ),
+        ("gymnasium/FrozenLake-v1", {"is_slippery": "no"}, r"env_params.is_slippery must be true or false, as True is, got 'no'"),
+        ("gymnasium/FrozenLake-v1", {"map_name": 4}, r"env_params.map_name must be a string, as '4x4' is, got 4"),
+        ("gymnasium/CartPole-v1", {"max_episode_steps": 2.5}, r"'gymnasium/CartPole-v1' cannot be made .* actually: 2.5"),
         ("gymnasium/Blackjack-v1", {}, r"'gymnasium/Blackjack-v1': its observations are Tuple, and must be Box, .* flatten them"),
     ],
 )
