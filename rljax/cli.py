@@ -369,9 +369,14 @@ def _eval(arguments: argparse.Namespace) -> int:
         raise InputError(f"--episodes must be >= 1, got {arguments.episodes}")
     if arguments.lane is not None and not arguments.gif:
         raise InputError("--lane goes with --gif: an evaluation is of all lanes")
+    transcript, is_read = "--trace" if arguments.trace else "--transcript", arguments.transcript or arguments.trace
+    asked = {"--gif": arguments.gif, transcript: is_read, "--samples": arguments.samples is not None}
+    wanted = [name for name, is_asked in asked.items() if is_asked]
+    if len(wanted) > 1:
+        raise InputError(f"{' and '.join(wanted)} ask for different things: call eval once for each")
     if arguments.gif:
         return _gif(arguments)
-    if arguments.transcript or arguments.trace:
+    if is_read:
         return _transcript(arguments)
     if arguments.samples is not None:
         return _samples(arguments)

@@ -58,11 +58,9 @@ def make(name: str, **kwargs: Any) -> host.HostEnvironment:
     if not _is_vector(spec):
         spec = dataclasses.replace(spec, order_enforce=False)  # `host` resets before it steps
 
-        def made() -> gymnasium.Env:
-            with _explained(name, spec):
-                return gymnasium.make(
-                    spec, disable_env_checker=True, **kwargs
-                )  # `host` checks, and checking takes most of a step
+        def made(render_mode: str | None = None) -> gymnasium.Env:
+            with _explained(name, spec):  # `host` checks, and Gymnasium's checking takes most of a step
+                return gymnasium.make(spec, render_mode=render_mode, disable_env_checker=True, **kwargs)
 
         return from_gymnasium(made, ON_HOST + name)
 
@@ -82,14 +80,15 @@ def make(name: str, **kwargs: Any) -> host.HostEnvironment:
     return _of_vector(made_together, ON_HOST + name, way_out)
 
 
-def from_gymnasium(make: Callable[[], gymnasium.Env], name: str = "environment") -> host.HostEnvironment:
+def from_gymnasium(make: Callable[..., gymnasium.Env], name: str = "environment") -> host.HostEnvironment:
     """An `rljax.envs.Environment` whose copies are what ``make`` returns, stepped on the host.
 
     Observations: a Box (of float64 as float32, of integers but uint8 as int32), Discrete from 0, MultiDiscrete one-hot side by
     side and MultiBinary as a Box of float32. Actions: a Box, Discrete from 0, MultiDiscrete and MultiBinary as MultiDiscrete.
 
     Args:
-      make: called for every copy; each must be independent of the others.
+      make: called for every copy; each must be independent of the others. One that takes ``render_mode`` gets "rgb_array" for
+        pictures.
       name: for messages.
 
     Raises:
@@ -97,7 +96,15 @@ def from_gymnasium(make: Callable[[], gymnasium.Env], name: str = "environment")
     """
     first = make()
     translation = _translation(first.observation_space, first.action_space, name)
-    return host.HostEnvironment(host.SingleCopies(name, make, translation, first))
+    is_drawn = "render_mode" in inspect.signature(make).parameters and "rgb_array" in first.metadata.get("render_modes", ())
+
+    def made_drawn() -> gymnasium.Env:
+        os.environ.setdefault("SDL_AUDIODRIVER", "dummy")  # pygame would look for what is not needed, and complain
+        if not {"DISPLAY", "WAYLAND_DISPLAY"} & set(os.environ):
+            os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
+        return make(render_mode="rgb_array")
+
+    return host.HostEnvironment(host.SingleCopies(name, make, translation, first, made_drawn if is_drawn else None))
 
 
 def from_gymnasium_vector(make: Callable[[int], VectorEnv], name: str = "environment") -> host.HostEnvironment:

@@ -17,7 +17,7 @@ import itertools
 import secrets
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
 
@@ -130,6 +130,7 @@ class Copies(abc.ABC):
       translation: between the program and the simulators.
       seeds_each: whether each copy can be reset with a seed of its own.
       error: what went wrong first; nothing is played after it.
+      film: of the last `filmed`: by handle, what each step of the episode looks like.
     """
 
     seeds_each = True
@@ -139,6 +140,7 @@ class Copies(abc.ABC):
         self._shape, self._dtype = translation.observation.shape, np.dtype(translation.observation.dtype)
         self._lock = threading.Lock()  # what is made may be of a library that is not safe for threads
         self.error: BaseException | None = None
+        self.film: dict[int, list[Any]] = {}
 
     @property
     @abc.abstractmethod
@@ -172,6 +174,22 @@ class Copies(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """Closes every simulator; episodes in play are lost."""
+
+    @property
+    def can_be_drawn(self) -> bool:
+        """Whether `filmed` has something to show."""
+        return False
+
+    def filmed(self, develop: Callable[[np.ndarray], Any]) -> contextlib.AbstractContextManager[None]:
+        """Episodes that begin inside are drawn, reset and every step; `film` has what ``develop`` made of the pictures.
+
+        They are played by simulators of their own, so that those that wait stay as they are.
+
+        Raises:
+          ValueError: drawing failed.
+          EnvironmentFailed: playing failed.
+        """
+        raise NotImplementedError
 
     @abc.abstractmethod
     def _begin(
@@ -249,11 +267,24 @@ class _Episode:
 
 
 class SingleCopies(Copies):
-    """A simulator for each copy, stepped one after the other."""
+    """A simulator for each copy, stepped one after the other.
 
-    def __init__(self, name: str, make: Callable[[], Simulator], translation: Translation, first: Simulator):
+    Args:
+      make_drawn: makes one whose ``render()`` returns uint8 ``[H, W, 3]``; None: there is no such thing.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        make: Callable[[], Simulator],
+        translation: Translation,
+        first: Simulator,
+        make_drawn: Callable[[], Any] | None = None,
+    ):
         super().__init__(name, translation)
-        self._make = make
+        self._make, self._make_drawn = make, make_drawn
+        self._develop: Callable[[np.ndarray], Any] | None = None
+        self._undrawn: Exception | None = None
         self._playing: dict[int, _Episode] = {}
         self._idle: list[Simulator] = [first]
 
@@ -272,6 +303,35 @@ class SingleCopies(Copies):
         self._playing, self._idle = {}, []
         _close_all([*idle, *(episode.simulator for episode in playing.values())])
 
+    @property
+    def can_be_drawn(self) -> bool:
+        return self._make_drawn is not None
+
+    @contextlib.contextmanager
+    def filmed(self, develop: Callable[[np.ndarray], Any]) -> Iterator[None]:
+        assert self._make_drawn is not None
+        make, idle = self._make, self._idle
+        self._make, self._idle, self._develop, self.film, self._undrawn = self._make_drawn, [], develop, {}, None
+        try:
+            yield
+        finally:
+            self.release(np.asarray(list(self.film), np.int64))
+            made, error = self._idle, self.error
+            self._make, self._idle, self._develop, self.error = make, idle, None, None
+            _close_all(made)
+        if error is not None:
+            raise error
+        if self._undrawn is not None:
+            said = " ".join(str(self._undrawn).split()) or type(self._undrawn).__name__
+            raise ValueError(f"{self.name} cannot be drawn: {said}") from self._undrawn
+
+    def _shoot(self, handle: int, simulator: Any) -> None:
+        if self._develop is not None and self._undrawn is None:
+            try:
+                self.film.setdefault(handle, []).append(self._develop(simulator.render()))
+            except Exception as error:  # the episode goes on
+                self._undrawn = error
+
     def _begin(
         self, seeds: np.ndarray, rows: np.ndarray, before: np.ndarray, handles: np.ndarray, observations: np.ndarray
     ) -> None:
@@ -284,6 +344,7 @@ class SingleCopies(Copies):
                 handle, episode = _new_handle(), _Episode(simulator, seed, row, len(seeds))
                 self._playing[handle] = episode
                 seen.append(simulator.reset(seed=seed)[0])
+                self._shoot(handle, simulator)
             except BaseException as error:
                 raise _Failure(_place(row, len(seeds), seed, 0)) from error
             begun.append(handle)
@@ -301,6 +362,7 @@ class SingleCopies(Copies):
             episodes.append(episode)
             try:
                 observation, reward, ended, cut, _ = episode.simulator.step(action)
+                self._shoot(handle, episode.simulator)
             except BaseException as error:
                 raised = error
                 break
@@ -550,7 +612,7 @@ def restart_ended(env: Any, keys: Array, done: Array, state: Any, timestep: Time
     """
 
     def reset(key: Array, wanted: Array, state: Any) -> Any:
-        token = _replaced.set((wanted, _host_state(state).handle))  # reaches the host's reset through all wrappers
+        token = _replaced.set((wanted, host_state(state).handle))  # reaches the host's reset through all wrappers
         try:
             return env.reset(key)
         finally:
@@ -566,9 +628,14 @@ def restart_ended(env: Any, keys: Array, done: Array, state: Any, timestep: Time
 def release(env: Any, states: Any) -> None:
     """Gives back what is on the host for ``states [N]``, which nobody will step again; of any environment."""
     if is_on_host(env):
-        state = _host_state(states)
+        state = host_state(states)
         # With the steps, which the host has counted: a handle is the same from the start, and would be given back there.
         io_callback(lambda handles, steps: env.copies.release(np.asarray(handles)), None, state.handle, state.steps)
+
+
+def filmed(env: Any, develop: Callable[[np.ndarray], Any]) -> contextlib.AbstractContextManager[None]:
+    """`Copies.filmed`; of an environment that is not on the host, nothing."""
+    return env.copies.filmed(develop) if is_on_host(env) else contextlib.nullcontext()
 
 
 def raise_failure(env: Any) -> None:
@@ -589,8 +656,8 @@ def close(env: Any) -> None:
         env.copies.close()
 
 
-def _host_state(states: Any) -> HostState:
-    """Wrappers put theirs around it."""
+def host_state(states: Any) -> HostState:
+    """What is in the state of an environment on the host; wrappers put theirs around it."""
     leaves = jax.tree.leaves(states, is_leaf=lambda x: isinstance(x, HostState))
     return next(leaf for leaf in leaves if isinstance(leaf, HostState))
 

@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from typing import Any
 
-from rljax.files import write_whole as write_whole  # of pictures too
-
 # Okabe and Ito's colours, told apart by readers with any colour vision; their yellow is too faint on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 DASHES = ("-", "--", "-.", ":")

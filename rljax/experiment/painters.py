@@ -7,6 +7,7 @@ arrays, and draws frame by frame.
 
 import functools
 import itertools
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +20,8 @@ from PIL import Image, ImageDraw
 from rljax.envs import Environment, Tokens
 from rljax.envs.brax import BraxEnvironment
 from rljax.envs.goal import GoalGrid
+from rljax.envs.host import Copies, host_state, is_on_host
+from rljax.envs.playground import PlaygroundEnvironment
 from rljax.envs.tictactoe import TicTacToe
 from rljax.envs.wrappers import Wrapper
 
@@ -66,13 +69,20 @@ def painter(env: Environment) -> Painter:
         inner = painter(env.env)
         wrapper = env
         return inner._replace(keep=lambda state: inner.keep(wrapper.inner_state(state)))
+    if is_on_host(env):
+        return _filmed(env.copies)  # pyright: ignore[reportAttributeAccessIssue]
     render = getattr(env, "render", None)
     if render is not None:
         return Painter(lambda state: state, functools.partial(_rendered, env, render))
     if isinstance(env, GymnaxEnvironment) and env.env.name in GYMNAX:
         return GYMNAX[env.env.name](env.env, env.params)
     if isinstance(env, BraxEnvironment) and hasattr(env.env, "sys"):
-        return _brax(env.env)
+        own = env.env
+        view = VIEWS.get(type(own).__name__, OBLIQUE)
+        return _bodies(own.sys.mj_model, view, own.dt, lambda state: (state.pipeline_state.x.pos, state.pipeline_state.x.rot))
+    if isinstance(env, PlaygroundEnvironment):  # whose first body is the world
+        own = env.env
+        return _bodies(own.mj_model, SIDE, own.dt, lambda state: (state.data.xpos[1:], state.data.xquat[1:]))
     if isinstance(env, GoalGrid):
         return _goal_grid(env)
     if isinstance(env, TicTacToe):
@@ -92,6 +102,37 @@ def _rendered(env: Environment, render: Callable[[Any], Any], states: Any) -> It
             raise ValueError(f"{type(env).__name__}.render must return uint8 [H, W, 3], of one size and from 0 to 255, got {got}")
         shape = image.shape
         yield image
+
+
+def develop(image: Any) -> tuple[tuple[int, ...], bytes]:
+    """A picture that an environment on the host drew, as it is kept: no wider than others, and packed."""
+    image = np.asarray(image)
+    if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
+        raise ValueError(f"its render() must return uint8 [H, W, 3], got {image.dtype}{list(image.shape)}")
+    height, width, _ = image.shape
+    if width > WIDTH:
+        size = (WIDTH, max(1, round(height * WIDTH / width)))
+        image = np.asarray(Image.fromarray(image).resize(size, Image.Resampling.BOX))
+    return image.shape, zlib.compress(image.tobytes(), 1)
+
+
+def _filmed(copies: Copies) -> Painter:
+    """Of what the host has drawn: see `rljax.envs.host.filmed`."""
+    if not copies.can_be_drawn:
+        raise ValueError(
+            f'{copies.name} cannot be drawn: it has no render_mode "rgb_array", or is played as a vector environment'
+        )
+
+    def keep(state: Any) -> tuple[Array, Array]:
+        found = host_state(state)
+        return found.handle, found.steps
+
+    def paint(kept: Any) -> Iterator[np.ndarray]:
+        for handle, step in zip(*kept, strict=True):
+            shape, packed = copies.film[int(handle)][int(step)]
+            yield np.frombuffer(zlib.decompress(packed), np.uint8).reshape(shape)
+
+    return Painter(keep, paint)
 
 
 # Scenes of points and lines
@@ -505,9 +546,14 @@ def _rotate(quaternion: np.ndarray, vector: np.ndarray) -> np.ndarray:
     return vector + 2 * (w * cross + np.cross(u, cross))
 
 
-def _brax(env: Any) -> Painter:
-    view, geoms = VIEWS.get(type(env).__name__, OBLIQUE), _geoms(env.sys.mj_model)
-    has_floor = bool((env.sys.mj_model.geom_type == PLANE).any())
+def _bodies(model: Any, view: _View, seconds: Any, keep: Callable[[Any], tuple[Array, Array]]) -> Painter:
+    """Of a ``mujoco.MjModel``.
+
+    Args:
+      seconds: of a step.
+      keep: ``(state) -> (places [bodies, 3], turns [bodies, 4])`` of all bodies but the world.
+    """
+    geoms, has_floor = _geoms(model), bool((model.geom_type == PLANE).any())
     a, e = np.deg2rad([view.azimuth, view.elevation])
     ahead = np.array([-np.sin(a), np.cos(a), 0.0])
     right, up = np.array([np.cos(a), np.sin(a), 0.0]), ahead * np.sin(e) + [0, 0, np.cos(e)]
@@ -535,10 +581,7 @@ def _brax(env: Any) -> Painter:
                 scene.capsule(flat[t, i, 0], flat[t, i, 1], float(geoms.radius[i]), geoms.colours[i])
             yield scene.pixels()
 
-    def keep(state: Any) -> Any:
-        return state.pipeline_state.x.pos, state.pipeline_state.x.rot
-
-    return Painter(keep, paint, max(1, round(1000 * float(env.dt))))
+    return Painter(keep, paint, max(1, round(1000 * float(seconds))))
 
 
 def _floor(scene: _Scene, centre: np.ndarray, half: float, low: float, screen: np.ndarray, is_side: bool) -> None:

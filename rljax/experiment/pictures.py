@@ -18,11 +18,12 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from PIL import Image, ImageDraw, ImageFont
 
+from rljax.envs import host
 from rljax.envs.wrappers import as_evaluated
-from rljax.experiment import page
 from rljax.experiment.evaluation import advance, begin
 from rljax.experiment.lanes import Program, evaluation_key
-from rljax.experiment.painters import Painter, painter
+from rljax.experiment.painters import Painter, develop, painter
+from rljax.files import write_whole
 
 FRAMES = 200  # of a GIF, about; of longer episodes every second, third, ... is shown
 SHORTEST, LONGEST = 20, 50  # milliseconds of a frame that stands for several steps; viewers slow down what is shorter
@@ -83,7 +84,8 @@ class Camera:
             playing, kept, rewards = jax.lax.while_loop(running, step, (start, kept, jnp.zeros((limit, episodes))))
             return kept, rewards, playing.result.lengths, playing.result.finished
 
-        self._play = jax.jit(play, out_shardings=NamedSharding(program.mesh, PartitionSpec()))
+        self._on_host = host.is_on_host(program.env)
+        self._play = jax.jit(play, out_shardings=None if self._on_host else NamedSharding(program.mesh, PartitionSpec()))
 
     def painter(self, lane: int) -> Painter:
         """Of a lane's own environment."""
@@ -91,8 +93,14 @@ class Camera:
 
     def play(self, states: Any, lane: int) -> list[Episode]:
         """The first episodes of a lane's evaluation, from padded ``states``. Of several processes all must call it."""
-        played = self._play(self._program.lanes, states, lane, self._program.data)
-        kept, rewards, lengths, finished = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), played)
+        program = self._program
+        arguments = (program.lanes, states, lane, program.data)
+        if self._on_host:  # which a program over several devices cannot call
+            data = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), program.data)
+            arguments = (self._lanes, program.fetch(states), lane, data)
+        with host.filmed(program.env, develop):
+            played = self._play(*arguments)
+            kept, rewards, lengths, finished = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), played)
         return [
             _cut(jax.tree.map(lambda x, i=i: x[:, i], kept), rewards[:, i], lengths[i], finished[i]) for i in range(len(lengths))
         ]
@@ -173,7 +181,7 @@ def save(path: Path, artist: Painter, episodes: list[Episode], about: dict[str, 
         "lengths": [len(episode.rewards) for episode in episodes],
         "finished": [episode.finished for episode in episodes],
     }
-    page.write_whole(path, gif(artist, episodes, about))
+    write_whole(path, gif(artist, episodes, about))
     return about
 
 

@@ -7,14 +7,16 @@ import gymnasium
 import jax
 import numpy as np
 import pytest
+from PIL import Image
 
 from rljax import cli, experiment
-from rljax.experiment import InputError
+from rljax.experiment import InputError, pictures
 from rljax.experiment.lanes import build
 from tests.experiment.runs import rows
 
 MODULE = '''
 import gymnasium
+import numpy
 import pathlib
 from gymnasium import spaces
 
@@ -22,10 +24,16 @@ class Walk(gymnasium.Env):
     """Ten steps, then the end; breaks where the file says so."""
     observation_space = spaces.Box(-1, 100, (1,))
     action_space = spaces.Discrete(2)
+    metadata = {"render_modes": ["rgb_array"]}
     taken = 0
 
-    def __init__(self, broken="", stretch: float = 1.0):
-        self.broken = pathlib.Path(broken)
+    def __init__(self, broken="", stretch: float = 1.0, has_paint: bool = True, render_mode=None):
+        self.broken, self.has_paint, self.render_mode = pathlib.Path(broken), has_paint, render_mode
+
+    def render(self):
+        if not self.has_paint:
+            raise RuntimeError("no paint left")
+        return numpy.full((40, 640, 3), 20 * self.steps, numpy.uint8)
 
     def reset(self, *, seed=None, options=None):
         self.steps = 0
@@ -38,7 +46,11 @@ class Walk(gymnasium.Env):
             return [float("nan")], 1.0, False, False, {}
         return [self.steps], 1.0, self.steps == 10, False, {}
 
+class Unseen(Walk):
+    metadata = {"render_modes": []}
+
 gymnasium.register("Walk-v0", Walk)
+gymnasium.register("Unseen-v0", Unseen)
 '''
 CONFIG = {
     "env": "gymnasium/walks:Walk-v0",
@@ -72,7 +84,8 @@ def walks(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     yield tmp_path
     sys.modules.pop("walks", None)
-    gymnasium.registry.pop("Walk-v0", None)
+    for name in ("Walk-v0", "Unseen-v0"):
+        gymnasium.registry.pop(name, None)
 
 
 def flags(config):
@@ -114,6 +127,32 @@ def test_parameters_on_the_host_are_static_and_lanes_are_not_copied(walks):
         build(halving)
     with pytest.raises(InputError, match=r"shard: the copies of gymnasium/walks:Walk-v0 are on the host"):
         build(experiment.load(None, {**CONFIG, "shard": "envs"}))
+
+
+def test_episodes_are_drawn_as_gymnasium_draws_them(walks, capsys):
+    result = experiment.run(experiment.load(None, {**CONFIG, "total_steps": 64, "evals": 2}), draw=True)
+    assert [pictures.read_about(p)["returns"] for p in sorted((result.path / "samples").glob("*.gif"))] == [[10.0]] * 3
+    assert cli.main(["eval", str(result.path), "--gif", "--lane", "3", "--episodes", "2"]) == 0
+    file = Path(capsys.readouterr().out.splitlines()[-1])
+    with Image.open(file) as image:
+        assert image.n_frames == 22
+        assert image.size == (320, 20 + pictures.STRIP)  # no wider than other pictures
+        for frame in (0, 7, 10, 11, 21):
+            image.seek(frame)
+            assert image.convert("RGB").getpixel((100, 30)) == pytest.approx((20 * (frame % 11),) * 3, abs=8)
+
+
+def test_what_cannot_be_drawn_on_the_host_is_named_as_the_user_does(walks, capsys):
+    config = {**CONFIG, "total_steps": 32, "evals": 1}
+    unseen = experiment.run(experiment.load(None, {**config, "env": "gymnasium/walks:Unseen-v0"}), draw=True)
+    with pytest.raises(InputError, match=r"^gymnasium/walks:Unseen-v0 cannot be drawn: it has no render_mode"):
+        experiment.picture(unseen.path)
+    said = []
+    bare = experiment.run(experiment.load(None, {**config, "env_params.has_paint": False}), listener=said.append, draw=True)
+    notes = [event["text"] for event in said if event["event"] == "note"]
+    assert sum("gymnasium/walks:Walk-v0 cannot be drawn: no paint left" in note for note in notes) == 2
+    assert cli.main(["eval", str(bare.path), "--gif"]) == 2
+    assert capsys.readouterr().err == "rljax: gymnasium/walks:Walk-v0 cannot be drawn: no paint left\n"
 
 
 @pytest.mark.slow
