@@ -164,7 +164,7 @@ class Copies(abc.ABC):
         flags = np.zeros((3, rows), bool)
         flags[1] = True
         played = _Played(self._no_observations(rows), np.zeros(rows, np.float32), *flags)
-        self._try(self._step, handles, steps, self.translation.act(actions), played)
+        self._try(self._step, handles, steps, actions, played)
         return *played, steps + np.int32(1)
 
     @abc.abstractmethod
@@ -199,7 +199,7 @@ class Copies(abc.ABC):
 
     @abc.abstractmethod
     def _step(self, handles: np.ndarray, steps: np.ndarray, actions: np.ndarray, played: _Played) -> None:
-        """Fills in ``played`` where the episode is known; ``actions`` are the simulators'."""
+        """Fills in ``played`` where the episode is known."""
 
     def _no_observations(self, rows: int) -> np.ndarray:
         return np.zeros((rows, *self._shape), self._dtype)
@@ -352,7 +352,7 @@ class SingleCopies(Copies):
         handles[rows] = begun
 
     def _step(self, handles: np.ndarray, steps: np.ndarray, actions: np.ndarray, played: _Played) -> None:
-        playing, raised = self._playing, None
+        playing, raised, actions = self._playing, None, self.translation.act(actions)
         rows, episodes, observations, rewards, terminated, truncated = [], [], [], [], [], []
         for row, (handle, count, action) in enumerate(zip(handles.tolist(), steps.tolist(), actions, strict=True)):
             episode = playing.get(handle)
@@ -488,17 +488,14 @@ class VectorCopies(Copies):
         batch.steps[rows] += 1
         batch.count += 1
         try:
-            observations, rewards, *flags, infos = batch.simulator.step(actions)
-            observations, rewards, (terminated, truncated) = (
-                np.asarray(observations),
-                np.asarray(rewards),
-                np.asarray(flags, bool),
-            )
+            observations, rewards, *flags, infos = batch.simulator.step(self.translation.act(actions))
+            observations, rewards = np.asarray(observations), np.asarray(rewards)
+            terminated, truncated = np.asarray(flags, bool)
             for values in (observations, rewards, terminated):
                 if len(values) != len(known):
                     raise ValueError(f"it returned values of {len(values)} copies")
             batch.over = done = terminated | truncated
-            last = observations[rows]
+            last = observations if len(rows) == len(known) else observations[rows]
             if self._same_step and done.any():
                 if "final_obs" not in infos:
                     raise ValueError("an episode has ended, and info has no final_obs")
