@@ -24,7 +24,8 @@ def to_gymnasium(env: str | Environment, **env_params: Any) -> "GymnasiumEnv":
       **env_params: of `make_env`, with a name.
 
     Raises:
-      ValueError: what `make_env` objects to; rewards that are only known when episodes have ended.
+      ValueError: what `make_env` objects to; rewards that are only known when episodes have ended. Of the environment, actions
+        that are none and options of a reset.
     """
     return GymnasiumEnv(_ours(env, env_params))
 
@@ -62,6 +63,8 @@ class GymnasiumEnv(gymnasium.Env):
         self._state: Any = None
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        if options:
+            raise ValueError("there are no options: reset(seed=0)")
         super().reset(seed=seed)
         self.close()
         start, self._key = jax.random.split(jax.random.key(self.np_random.integers(2**32)))
@@ -73,10 +76,8 @@ class GymnasiumEnv(gymnasium.Env):
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         if self._state is None:
             raise gymnasium.error.ResetNeeded("call reset before step")
-        if isinstance(self.action_space, spaces.Discrete) and not self.action_space.contains(np.int64(action)):
-            raise ValueError(f"action must be in {self.action_space}, got {action}")
-        action = jnp.asarray(action, self.env.action_space.dtype)
-        self._state, timestep = self._step(self._key, self._count, self._state, action)
+        ours = _acted("action", self.env.action_space, self.action_space, action)
+        self._state, timestep = self._step(self._key, self._count, self._state, ours)
         self._count += 1
         timestep = self._fetch(timestep)
         observation = _observed(self.observation_space, timestep.observation)
@@ -132,8 +133,10 @@ class GymnasiumVectorEnv(gymnasium.vector.VectorEnv):
         return self._observed(timestep.observation), _masked(_info(timestep), np.ones(self.num_envs, bool))
 
     def step(self, actions: Any) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
-        actions = jnp.asarray(actions, self._env.action_space.dtype)
-        self._state, timestep = self._step(self._key, self._count, self._state, actions)
+        if self._state is None:
+            raise gymnasium.error.ResetNeeded("call reset before step")
+        ours = _acted("actions", self._env.action_space, self.action_space, actions)
+        self._state, timestep = self._step(self._key, self._count, self._state, ours)
         self._count += 1
         timestep = self._fetch(timestep)
         done, every = np.asarray(timestep.done), np.ones(self.num_envs, bool)
@@ -172,6 +175,29 @@ def _theirs(space: Space) -> Any:
     dtype = np.dtype(space.dtype)
     low, high = (np.broadcast_to(np.asarray(bound, dtype), space.shape) for bound in (space.low, space.high))
     return spaces.Box(low, high, space.shape, dtype.type)
+
+
+def _acted(name: str, ours: Space, theirs: Any, action: Any) -> np.ndarray:
+    """An action of ``theirs``, a single space or that of a batch, for our environment, which judges the bounds of a Box itself.
+
+    Raises:
+      ValueError: another shape or kind, a choice that there is not, a number that is not finite.
+    """
+    try:
+        array = np.asarray(action)
+    except ValueError as error:
+        raise ValueError(
+            f"{name} must be an array of shape {list(theirs.shape)}, and its rows are of different lengths"
+        ) from error
+    is_box = isinstance(theirs, spaces.Box) and jnp.issubdtype(ours.dtype, jnp.floating)
+    if array.shape != theirs.shape or array.dtype.kind not in ("iuf" if is_box else "iu"):
+        wanted = f"{theirs.dtype}{list(theirs.shape)}"
+        raise ValueError(f"{name} must be {wanted}, got {array.dtype}{list(array.shape)}")
+    if is_box and not np.isfinite(array).all():
+        raise ValueError(f"{name} must be finite, got {array.tolist()}")
+    if not is_box and not theirs.contains(array.astype(theirs.dtype)):
+        raise ValueError(f"{name} must be in {theirs}, got {array.tolist()}")
+    return array.astype(ours.dtype)
 
 
 def _observed(space: Any, observation: Any) -> Any:

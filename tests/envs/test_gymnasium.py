@@ -821,6 +821,38 @@ def test_masks_of_copies():
     pytest.fail("no game ended")
 
 
+BAD_ACTIONS = [
+    ("Pendulum-v1", [[0.5]], r"action must be float32\[1\], got float64\[1, 1\]"),
+    ("Pendulum-v1", ["left"], r"action must be float32\[1\], got <U4\[1\]"),
+    ("Pendulum-v1", [float("nan")], r"action must be finite, got \[nan\]"),
+    ("CartPole-v1", 0.5, r"action must be int64\[\], got float64\[\]"),
+    ("CartPole-v1", [[0], [0, 1]], r"action must be an array of shape \[\], and its rows are of different lengths"),
+    ("CartPole-v1", -1, r"action must be in Discrete\(2\), got -1"),
+]
+
+
+@pytest.mark.parametrize(("name", "action", "says"), BAD_ACTIONS)
+def test_what_is_no_action_is_a_line(name, action, says):
+    env = to_gymnasium(name)
+    env.reset(seed=0)
+    with pytest.raises(ValueError, match=says):
+        env.step(action)
+    with pytest.raises(ValueError, match="there are no options"):
+        env.reset(options={"low": 0.1})
+
+
+def test_actions_of_a_vector_environment_are_checked_and_bounds_left_to_it():
+    env = to_gymnasium_vector("Pendulum-v1", 2)
+    with pytest.raises(gymnasium.error.ResetNeeded):
+        env.step(np.zeros((2, 1)))
+    env.reset(seed=0)
+    with pytest.raises(ValueError, match=r"actions must be float32\[2, 1\], got float64\[3, 1\]"):
+        env.step(np.zeros((3, 1)))
+    twice, _, _, _, _ = env.step(np.full((2, 1), 4.0))  # Pendulum clips at 2
+    env.reset(seed=0)
+    np.testing.assert_array_equal(env.step(np.full((2, 1), 2.0))[0], twice)
+
+
 @pytest.mark.slow
 def test_stable_baselines_trains_on_it():
     sb3 = pytest.importorskip("stable_baselines3")

@@ -9,6 +9,7 @@ import pytest
 from flax import struct
 
 from rljax.envs import check, env_names, env_parameters, make_env, playground, vectorize
+from rljax.experiment.painters import painter
 
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})  # compiling is all that costs here
 is_installed = importlib.util.find_spec("mujoco_playground") is not None
@@ -175,3 +176,7 @@ def test_the_real_ones_keep_the_contract(name):
     assert np.isfinite(first.observation).all()
     assert np.isfinite(timestep.observation).all()
     assert 0.0 <= timestep.reward <= 1.0
+    artist = painter(env)
+    (frame,) = artist.paint(jax.tree.map(lambda x: np.asarray(x)[None], artist.keep(state)))
+    assert frame.shape[1:] == (320, 3)
+    assert len(np.unique(frame.reshape(-1, 3), axis=0)) > 4  # bodies, and not the ground alone
