@@ -59,8 +59,9 @@ def make(name: str, **kwargs: Any) -> host.HostEnvironment:
         spec = dataclasses.replace(spec, order_enforce=False)  # `host` resets before it steps
 
         def made(render_mode: str | None = None) -> gymnasium.Env:
+            drawn = {} if render_mode is None else {"render_mode": render_mode}  # which constructors need not take
             with _explained(name, spec):  # `host` checks, and Gymnasium's checking takes most of a step
-                return gymnasium.make(spec, render_mode=render_mode, disable_env_checker=True, **kwargs)
+                return gymnasium.make(spec, disable_env_checker=True, **kwargs, **drawn)
 
         return from_gymnasium(made, ON_HOST + name)
 
@@ -115,7 +116,7 @@ def from_gymnasium_vector(make: Callable[[int], VectorEnv], name: str = "environ
     exact: the step after an episode's end plays nothing, and would be learnt from.
 
     Args:
-      make: called for each number of copies that a program steps together, and for 1.
+      make: called for each number of copies that a program steps together, and for 2, to look at them.
       name: for messages.
 
     Raises:
@@ -125,7 +126,7 @@ def from_gymnasium_vector(make: Callable[[int], VectorEnv], name: str = "environ
 
 
 def _of_vector(make: Callable[[int], VectorEnv], name: str, way_out: str) -> host.HostEnvironment:
-    first = make(1)
+    first = make(2)
     mode = first.metadata.get("autoreset_mode")
     if mode not in (*AutoresetMode, *(mode.value for mode in AutoresetMode)):
         raise ValueError(f"env {name!r} does not say how it begins episodes: its metadata has no autoreset_mode")
@@ -137,12 +138,16 @@ def _of_vector(make: Callable[[int], VectorEnv], name: str, way_out: str) -> hos
 
 
 def _seeds_of(env: VectorEnv) -> str:
-    """How resets of ``env``, of one copy, take seeds; Gymnasium asks for one integer, and many take one for each copy."""
-    ways: dict[str, Any] = {"list": [0], "array": np.zeros(1, np.int64)}
+    """How resets of ``env``, of two copies, take seeds; Gymnasium asks for one integer, and many take one for each copy.
+
+    A list is one seed too, of all its numbers, for what hands it to numpy as it is: its copies do not start alike.
+    """
+    ways: dict[str, Any] = {"list": [7, 7], "array": np.full(2, 7)}
     for way, seed in ways.items():
         with contextlib.suppress(Exception):
-            env.reset(seed=seed)
-            return way
+            both, _ = env.reset(seed=seed)
+            if np.array_equal(both[0], both[1]):
+                return way
     return "one"
 
 
@@ -171,6 +176,8 @@ def _check_kind(key: str, value: Any, default: Any) -> None:
 def _spec(name: str) -> Any:
     module, _, own = name.rpartition(":")
     prefix = ON_HOST + f"{module}:" * bool(module)
+    if module.startswith("."):
+        raise ValueError(f"env {ON_HOST + name!r}: no package says what {module} is relative to; name the module in full")
     if not own:
         raise ValueError(f"env {ON_HOST + name!r} lacks the id of an environment, as in {prefix}CartPole-v1")
     try:

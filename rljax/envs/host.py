@@ -413,7 +413,7 @@ class VectorCopies(Copies):
 
     Args:
       make: of a number of copies.
-      first: what was made for one copy.
+      first: one that was made before.
       same_step: the simulator begins the next episode in the step that ends one; otherwise it is reset where one has ended.
       seed_as: how it takes seeds: a ``"list"``, an ``"array"`` of those of the copies that are reset, or ``"one"`` for all, which
         it gets when all are reset.

@@ -392,7 +392,10 @@ class Clocks(gymnasium.vector.VectorEnv):
 
     def reset(self, *, seed=None, options=None):
         mask = (options or {}).get("reset_mask", np.ones(self.num_envs, bool))
-        if self._seeds == "one":
+        if self._seeds == "mixed":  # whatever it gets, the generator is one
+            self.np_random = np.random.default_rng(seed)
+            seeds = self.np_random.integers(997, size=self.num_envs)
+        elif self._seeds == "one":
             seeds = [*range(seed, seed + self.num_envs)] if seed is not None else [c.seed + 1 for c in self.clocks]
         elif self._seeds == "array":
             assert isinstance(seed, np.ndarray)
@@ -440,7 +443,7 @@ def test_a_vector_environment_that_is_reset_by_us_plays_as_its_copies_would(sing
     together = jit(lambda key: played(vectorize(env, 3), key, 20)[3])(jax.random.key(0))
     assert singly.done.sum() > 6
     jax.tree.map(np.testing.assert_array_equal, together, singly)
-    assert env.copies.counts == (3, 1)
+    assert env.copies.counts == (3, 2)
     host.close(env)
     assert env.copies.counts == (0, 0)
 
@@ -476,18 +479,18 @@ def test_evaluations_play_first_episodes_of_vector_environments(mode):
     result, alone = (jit(jax.vmap(lambda key, e=e: evaluate_agent(agent, e, (), key, 8, 5)))(keys) for e in (env, clock()))
     jax.tree.map(np.testing.assert_array_equal, result, alone)
     assert not result.finished.all()
-    assert env.copies.counts == (0, 1 + 16)  # one call for both lanes, and what said the spaces
+    assert env.copies.counts == (0, 2 + 16)  # one call for both lanes, and what said the spaces
 
 
-@pytest.mark.parametrize("seeds", ["list", "array", "one"])
+@pytest.mark.parametrize("seeds", ["list", "array", "one", "mixed"])
 def test_seeds_as_a_vector_environment_takes_them(seeds):
     env = clocks("Disabled", seeds)
     play = jit(lambda key: played(vectorize(env, 3), key, 8)[1:])
     first, _, steps = play(jax.random.key(0))
     host.raise_failure(env)
     starts = np.asarray(first.observation[:, 0])
-    if seeds == "one":
-        np.testing.assert_array_equal(np.diff(starts) % 997, 1)
+    if seeds in ("one", "mixed"):
+        assert seeds == "mixed" or (np.diff(starts) % 997 == 1).all()
         with pytest.raises(ValueError, match=r"algo.group_size: .* clocks takes one seed for all its copies"):
             group(env, 1, 2)
     else:
@@ -704,6 +707,7 @@ def test_names_and_parameters(monkeypatch, tmp_path):
         ("gymnasium/nothing-like-it", {}, r"unknown env 'gymnasium/nothing-like-it'"),
         ("gymnasium/", {}, r"'gymnasium/' lacks the id of an environment, as in gymnasium/CartPole-v1"),
         ("gymnasium/tests.envs.clocks:", {}, r"lacks the id of an environment, as in gymnasium/tests.envs.clocks:CartPole-v1"),
+        ("gymnasium/.json:CartPole-v1", {}, r"'gymnasium/.json:CartPole-v1': no package .* in full$"),
         ("gymnasium/json:CartPol-v1", {}, r"'gymnasium/json:CartPol-v1'; did you mean 'gymnasium/json:CartPole-v1'"),
         ("gymnasium/ALE/Pong-v5", {}, r'pip install ale-py, and env = "gymnasium/ale_py:ALE/Pong-v5" imports the module'),
         ("gymnasium/Farm/Pig-v0", {}, r'under Farm/; env = "gymnasium/module:Farm/Pig-v0" imports the module that registers it'),

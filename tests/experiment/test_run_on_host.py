@@ -49,7 +49,11 @@ class Walk(gymnasium.Env):
 class Unseen(Walk):
     metadata = {"render_modes": []}
 
+def together(num_envs, autoreset_mode="NextStep"):
+    return gymnasium.vector.SyncVectorEnv([Walk] * num_envs, autoreset_mode=autoreset_mode)
+
 gymnasium.register("Walk-v0", Walk)
+gymnasium.register("Walks-v0", vector_entry_point=together)
 gymnasium.register("Unseen-v0", Unseen)
 '''
 CONFIG = {
@@ -84,7 +88,7 @@ def walks(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     yield tmp_path
     sys.modules.pop("walks", None)
-    for name in ("Walk-v0", "Unseen-v0"):
+    for name in ("Walk-v0", "Walks-v0", "Unseen-v0"):
         gymnasium.registry.pop(name, None)
 
 
@@ -117,6 +121,16 @@ def test_a_run_that_fails_on_the_host_ends_with_a_line_and_goes_on(walks, capsys
     assert all(row["eval/return"] == 10.0 for row in found if "eval/return" in row)
     assert cli.main(["eval", str(path)]) == 0
     assert "10.0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("mode", ["SameStep", "Disabled"])
+def test_vector_environments_keep_their_rows_from_program_to_program(walks, mode):
+    config = {**CONFIG, "env": "gymnasium/walks:Walks-v0", "env_params.autoreset_mode": mode, "total_steps": 320, "evals": 2}
+    assert cli.main(["run", *flags(config)]) == 0
+    found = rows(next(Path("runs/walk").glob("*/config.toml")).parent)
+    assert {row["episode/return"] for row in found if row.get("episode/return") is not None} == {10.0}
+    assert all(row["episode/truncated"] in (0.0, None) for row in found if row["step"])
+    assert all(row["eval/return"] == 10.0 for row in found if "eval/return" in row)
 
 
 def test_parameters_on_the_host_are_static_and_lanes_are_not_copied(walks):
