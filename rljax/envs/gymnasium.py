@@ -59,9 +59,8 @@ def make(name: str, **kwargs: Any) -> host.HostEnvironment:
         spec = dataclasses.replace(spec, order_enforce=False)  # `host` resets before it steps
 
         def made(render_mode: str | None = None) -> gymnasium.Env:
-            drawn: dict[str, Any] = (
-                {} if render_mode is None else {"render_mode": render_mode}
-            )  # which constructors need not take
+            # Constructors need not take it.
+            drawn: dict[str, Any] = {} if render_mode is None else {"render_mode": render_mode}
             with _explained(name, spec):  # `host` checks, and Gymnasium's checking takes most of a step
                 return gymnasium.make(spec, disable_env_checker=True, **kwargs, **drawn)
 
