@@ -262,6 +262,8 @@ def make(config: Config, env: Environment) -> Agent:
         carry = policy.start(acting_params, trajectory.first) if is_language else first_carry
         output = policy.unroll(acting_params, carry, trajectory.timesteps)
         values = output.value[:-1]
+        samples = jnp.concatenate([trajectory.samples, trajectory.samples[-1:]])  # the last of them is nobody's
+        log_prob = output.distribution.log_prob(samples)[:-1]
         rewards, return_stats, running_return = transitions.reward, state.return_stats, state.running_return
         if config.normalize_rewards:
             running_return, trace = normalization.return_trace(running_return, rewards, transitions.done, config.discount)
@@ -270,14 +272,12 @@ def make(config: Config, env: Environment) -> Agent:
         terminated = transitions.terminated
         if is_language:
             following = output.value[1:]
-            samples = jnp.concatenate([trajectory.samples, trajectory.samples[-1:]])  # the last of them is nobody's
-            log_prob = output.distribution.log_prob(samples)[:-1]
             # What is paid for as it stands is over: its state has no value beside that.
             terminated = terminated | (transitions.truncated & getattr(env, "truncated_counts", False))
             rewards, of_leash = leashed(state, data, trajectory, log_prob, rewards)
             metrics |= of_leash
         else:
-            log_prob, following = trajectory.log_prob, next_values(policy, state.params, trajectory, output.value)
+            following = next_values(policy, state.params, trajectory, output.value)
         advantages, targets = returns.gae(
             rewards,
             values,
