@@ -48,9 +48,11 @@ class Trajectory(Steps):
 
     Attributes:
       carries: ``[T + 1, B, ...]``, the policy's carry before each step; ``()`` if it is feed-forward.
+      log_prob: float32 ``[T, B]``, of each sample as it was drawn.
     """
 
     carries: Any
+    log_prob: Array
 
     @property
     def first_carry(self) -> Any:
@@ -87,7 +89,7 @@ def rollout(
         next_carry, distribution = policy_step(timestep, carry)
         sample = distribution.from_noise(noise)
         env_state, next_timestep = envs.step_drawn(draw, env_state, distribution.to_action(sample))
-        return (env_state, next_timestep, next_carry), (sample, next_timestep, next_carry)
+        return (env_state, next_timestep, next_carry), (sample, distribution.log_prob(sample), next_timestep, next_carry)
 
     # Random numbers are drawn for all steps at once: inside the loop they would cost more than the policy.
     noise_key, env_key = jax.random.split(key)
@@ -96,11 +98,11 @@ def rollout(
     env_state, first, carry = world
     start = (env_state, envs.without_statistics(first), carry)
     draws = (noise, envs.draw(env_key, num_steps))
-    (env_state, _, last_carry), (samples, timesteps, carries) = jax.lax.scan(step, start, draws)
+    (env_state, _, last_carry), (samples, log_prob, timesteps, carries) = jax.lax.scan(step, start, draws)
     env_state, timesteps = envs.count_episodes(env_state, timesteps)
     world = (env_state, jax.tree.map(lambda x: x[-1], timesteps), last_carry)
     timesteps, carries = jax.tree.map(lambda x, xs: jnp.concatenate([x[None], xs]), (first, carry), (timesteps, carries))
-    return world, Trajectory(timesteps, samples, carries)
+    return world, Trajectory(timesteps, samples, carries, log_prob)
 
 
 def acting(

@@ -262,8 +262,12 @@ def make(config: Config, env: Environment) -> Agent:
         carry = policy.start(acting_params, trajectory.first) if is_language else first_carry
         output = policy.unroll(acting_params, carry, trajectory.timesteps)
         values = output.value[:-1]
-        samples = jnp.concatenate([trajectory.samples, trajectory.samples[-1:]])  # the last of them is nobody's
-        log_prob = output.distribution.log_prob(samples)[:-1]
+        if is_language or isinstance(env.action_space, Box):
+            # Computed as minibatches will: a narrow Gaussian magnifies how a rollout rounds its mean, and ratios would not be 1.
+            samples = jnp.concatenate([trajectory.samples, trajectory.samples[-1:]])  # the last of them is nobody's
+            log_prob = output.distribution.log_prob(samples)[:-1]
+        else:
+            log_prob = trajectory.log_prob
         rewards, return_stats, running_return = transitions.reward, state.return_stats, state.running_return
         if config.normalize_rewards:
             running_return, trace = normalization.return_trace(running_return, rewards, transitions.done, config.discount)

@@ -142,10 +142,11 @@ class VectorEnvironment:
         """Of keys ``[...]``; resets on the host wait until they are needed."""
         if self._is_on_host:
             return keys
-        reset = self.env.reset
-        for _ in keys.shape:
-            reset = jax.vmap(reset)
-        return reset(keys)
+        reset = jax.vmap(self.env.reset)
+        if keys.ndim == 1:
+            return reset(keys)
+        # In two halves: XLA on CPU hands what is a little larger to other threads, and waking them up takes longer than it does.
+        return jax.lax.map(reset, keys, batch_size=max(keys.shape[0] // 2, 1))
 
     def _start(self, pool: Any, start: Any) -> Any:
         return start if pool is None else jax.tree.map(lambda x: x[start], pool)

@@ -27,8 +27,10 @@ def clipped_surrogate(
     """
     chex.assert_equal_shape([log_prob, old_log_prob, advantages])
     ratio = _ratio(log_prob - old_log_prob)
-    clipped = jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high)
-    loss = -jnp.minimum(ratio * advantages, clipped * advantages)
+    # A select, whose gradient is one too; that of a minimum divides, to share ties out. What is clipped has none.
+    surrogate = ratio * advantages
+    clipped = jax.lax.stop_gradient(jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high) * advantages)
+    loss = -jnp.where(surrogate > clipped, clipped, surrogate)
     if dual_clip is None:
         return loss
     return jnp.where(advantages < 0, jnp.minimum(loss, -dual_clip * advantages), loss)
@@ -94,8 +96,9 @@ def squared_error(values: Array, targets: Array) -> Array:
 def clipped_value_loss(values: Array, old_values: Array, targets: Array, clip: Array | float) -> Array:
     """``1/2 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2)``, ``[...]`` (Engstrom et al. 2020, arXiv 2005.12729)."""
     chex.assert_equal_shape([values, old_values, targets])
-    clipped = old_values + jnp.clip(values - old_values, -clip, clip)
-    return jnp.maximum(squared_error(values, targets), squared_error(clipped, targets))
+    loss = squared_error(values, targets)
+    clipped = jax.lax.stop_gradient(squared_error(jnp.clip(values, old_values - clip, old_values + clip), targets))
+    return jnp.where(clipped > loss, clipped, loss)
 
 
 def masked_mean(
