@@ -12,9 +12,8 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 from jax import Array
-from jax.flatten_util import ravel_pytree
 
-from rljax.agents.base import Agent
+from rljax.agents.base import Agent, packed
 from rljax.agents.on_policy import acting, episode_metrics, next_values, rollout
 from rljax.envs import Environment, TimeStep, vectorize
 from rljax.networks import actor_critic
@@ -57,7 +56,7 @@ class TrainState(struct.PyTreeNode):
 
     Attributes:
       params: the policy's parameters.
-      opt_state: the optimiser's moments, of the parameters as one flat vector.
+      opt_state: the optimiser's moments, of the `packed` parameters.
       key: typed PRNG key, advanced at every step.
       updates: int32 ``[]``, calls of ``step`` so far.
       world: ``(environment state, time step, policy carry)``, where the last rollout stopped.
@@ -92,7 +91,7 @@ def make(config: Config, env: Environment) -> Agent:
         env_state, timestep = envs.reset(env_key)
         params = policy.init(params_key, timestep)
         world = (env_state, timestep, policy.start(params, timestep))
-        return TrainState(params, optimizer.init(ravel_pytree(params)[0]), key, jnp.zeros((), jnp.int32), world)
+        return TrainState(params, optimizer.init(packed(params)[0]), key, jnp.zeros((), jnp.int32), world)
 
     def loss(
         params: Any, carry: Any, timesteps: TimeStep, samples: Array, advantages: Array, targets: Array
@@ -132,15 +131,15 @@ def make(config: Config, env: Environment) -> Agent:
             advantages = normalization.whiten(advantages)
 
         # Update.
-        params, unravel = ravel_pytree(state.params)
-        gradient_of = jax.grad(lambda params, *args: loss(unravel(params), *args), has_aux=True)
+        params, unpack = packed(state.params)
+        gradient_of = jax.grad(lambda params, *args: loss(unpack(params), *args), has_aux=True)
         gradient, metrics = gradient_of(params, first_carry, trajectory.starts, trajectory.samples, advantages, targets)
         direction, opt_state = optimizer.update(gradient, state.opt_state)
-        params = params - learning_rate * jnp.asarray(direction)
+        params = optax.tree.add_scale(params, -learning_rate, direction)
         metrics["grad_norm"] = optax.tree.norm(gradient)
         metrics["explained_variance"] = normalization.explained_variance(values[:-1], targets)
         metrics["learning_rate"] = learning_rate
         metrics.update(episode_metrics(transitions))
-        return TrainState(unravel(params), opt_state, key, state.updates + 1, world), metrics
+        return TrainState(unpack(params), opt_state, key, state.updates + 1, world), metrics
 
     return Agent(init, step, *acting(policy), env_steps)

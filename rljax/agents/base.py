@@ -4,7 +4,9 @@ import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 from jax import Array
+from jax.flatten_util import ravel_pytree
 
 from rljax import extensions
 from rljax.envs import Environment
@@ -56,6 +58,20 @@ class Agent(NamedTuple):
     begins_with: Callable[[Array], Any] | None = None
     measure: Callable[..., Array] | None = None
     learns_from: str = "play"
+
+
+LARGE = 2**16  # parameters
+
+
+def packed(params: Any) -> tuple[Any, Callable[[Any], Any]]:
+    """``(packed, unpack)``: parameters, or a gradient, in the form that an optimiser updates, and the way back.
+
+    Small networks become one flat vector: a few operations on one array instead of on a dozen small ones. Networks of `LARGE`
+    and more stay as they are, since copying them into a vector and out of it would take longer than that saves.
+    """
+    if sum(x.size for x in jax.tree.leaves(params)) < LARGE:
+        return ravel_pytree(params)
+    return params, lambda packed: packed
 
 
 def whole(params: Any, data: Any) -> Any:

@@ -13,9 +13,8 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 from jax import Array
-from jax.flatten_util import ravel_pytree
 
-from rljax.agents.base import Agent
+from rljax.agents.base import Agent, packed
 from rljax.agents.offline import example, learn, single_steps, stats_of, view
 from rljax.agents.sac import actions_of, objective
 from rljax.envs import Discrete, Environment, TimeStep
@@ -52,7 +51,7 @@ class TrainState(struct.PyTreeNode):
     Attributes:
       params: ``{"actor", "critics", "log_temperature"}``.
       target_critics: parameters of the target critics.
-      opt_state: Adam's moments, of the parameters as one flat vector.
+      opt_state: Adam's moments, of the `packed` parameters.
       key: typed PRNG key, advanced at every step.
       observation_stats: of the data.
     """
@@ -85,7 +84,7 @@ def make(config: Config, env: Environment) -> Agent:
             "critics": actions.critics.init(critics_key, *actions.inputs(observation, action)),
             "log_temperature": jnp.log(jnp.asarray(config.initial_temperature, jnp.float32)),
         }
-        return TrainState(params, params["critics"], optimizer.init(ravel_pytree(params)[0]), key, stats)
+        return TrainState(params, params["critics"], optimizer.init(packed(params)[0]), key, stats)
 
     def log_sum_exp(params: Any, batch: replay.Batch, key: Array) -> Array:
         """``log sum_a exp Q_i(s, a)``, or the log of the integral over actions scaled to [-1, 1]; ``[2, M]``."""
@@ -124,23 +123,23 @@ def make(config: Config, env: Environment) -> Agent:
 
     def step(state: TrainState, data: Any = None) -> tuple[TrainState, dict[str, Any]]:
         key, learn_key = jax.random.split(state.key)
-        flat, unravel = ravel_pytree(state.params)
-        gradient_of = jax.grad(lambda flat, *args: loss(unravel(flat), *args), has_aux=True)
+        trained, unpack = packed(state.params)
+        gradient_of = jax.grad(lambda trained, *args: loss(unpack(trained), *args), has_aux=True)
 
         def update(learner: Any, batch: replay.Batch, key: Array) -> Any:
-            flat, target_critics, opt_state = learner
-            gradient, metrics = gradient_of(flat, target_critics, batch, key)
+            trained, target_critics, opt_state = learner
+            gradient, metrics = gradient_of(trained, target_critics, batch, key)
             direction, opt_state = optimizer.update(gradient, opt_state)
-            flat = flat - config.learning_rate * jnp.asarray(direction)
-            target_critics = optax.incremental_update(unravel(flat)["critics"], target_critics, config.target_tau)
-            return (flat, target_critics, opt_state), metrics
+            trained = optax.tree.add_scale(trained, -config.learning_rate, direction)
+            target_critics = optax.incremental_update(unpack(trained)["critics"], target_critics, config.target_tau)
+            return (trained, target_critics, opt_state), metrics
 
-        learner = (flat, state.target_critics, state.opt_state)
+        learner = (trained, state.target_critics, state.opt_state)
         sizes = (config.num_updates, config.batch_size)
         draw = single_steps(data, state.observation_stats, config.discount)
         learner, metrics = learn(update, learner, draw, learn_key, sizes)
-        flat, target_critics, opt_state = learner
-        return TrainState(unravel(flat), target_critics, opt_state, key, state.observation_stats), metrics
+        trained, target_critics, opt_state = learner
+        return TrainState(unpack(trained), target_critics, opt_state, key, state.observation_stats), metrics
 
     def start(state: TrainState, timestep: TimeStep, data: Any = None) -> tuple[()]:
         return ()

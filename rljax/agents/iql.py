@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 from jax import Array
-from jax.flatten_util import ravel_pytree
 
-from rljax.agents.base import Agent
+from rljax.agents.base import Agent, packed
 from rljax.agents.offline import as_seen, distribution, example, learn, single_steps, stats_of
 from rljax.agents.on_policy import acting
 from rljax.agents.sac import actions_of
@@ -49,7 +48,7 @@ class TrainState(struct.PyTreeNode):
       params: the policy's parameters.
       values: ``{"critics", "value"}``.
       target_critics: parameters of the target critics.
-      opt_state: Adam's moments, of policy and values as one flat vector.
+      opt_state: Adam's moments, of policy and values, `packed`.
       key: typed PRNG key, advanced at every step.
       observation_stats: of the data.
     """
@@ -81,7 +80,7 @@ def make(config: Config, env: Environment) -> Agent:
         params = policy.init(policy_key, timestep)
         critics = actions.critics.init(critics_key, *actions.inputs(timestep.observation, action))
         values = {"critics": critics, "value": value.init(value_key, timestep.observation)}
-        opt_state = optimizer.init(ravel_pytree((params, values))[0])
+        opt_state = optimizer.init(packed((params, values))[0])
         return TrainState(params, values, critics, opt_state, key, stats)
 
     def loss(trained: Any, target_critics: Any, batch: replay.Batch) -> tuple[Array, dict[str, Array]]:
@@ -117,23 +116,23 @@ def make(config: Config, env: Environment) -> Agent:
 
     def step(state: TrainState, data: Any = None) -> tuple[TrainState, dict[str, Any]]:
         key, learn_key = jax.random.split(state.key)
-        trained, unravel = ravel_pytree((state.params, state.values))
-        gradient_of = jax.grad(lambda flat, *args: loss(unravel(flat), *args), has_aux=True)
+        trained, unpack = packed((state.params, state.values))
+        gradient_of = jax.grad(lambda trained, *args: loss(unpack(trained), *args), has_aux=True)
 
         def update(learner: Any, batch: replay.Batch, key: Array) -> Any:
-            flat, target_critics, opt_state = learner
-            gradient, metrics = gradient_of(flat, target_critics, batch)
+            trained, target_critics, opt_state = learner
+            gradient, metrics = gradient_of(trained, target_critics, batch)
             direction, opt_state = optimizer.update(gradient, opt_state)
-            flat = flat - config.learning_rate * jnp.asarray(direction)
-            target_critics = optax.incremental_update(unravel(flat)[1]["critics"], target_critics, config.target_tau)
-            return (flat, target_critics, opt_state), metrics
+            trained = optax.tree.add_scale(trained, -config.learning_rate, direction)
+            target_critics = optax.incremental_update(unpack(trained)[1]["critics"], target_critics, config.target_tau)
+            return (trained, target_critics, opt_state), metrics
 
         learner = (trained, state.target_critics, state.opt_state)
         sizes = (config.num_updates, config.batch_size)
         draw = single_steps(data, state.observation_stats, config.discount)
         learner, metrics = learn(update, learner, draw, learn_key, sizes)
         trained, target_critics, opt_state = learner
-        params, values = unravel(trained)
+        params, values = unpack(trained)
         return TrainState(params, values, target_critics, opt_state, key, state.observation_stats), metrics
 
     return Agent(init, step, *acting(policy, as_seen), env_steps=config.num_updates, learns_from="data")

@@ -13,10 +13,9 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 from jax import Array
-from jax.flatten_util import ravel_pytree
 
 from rljax.agents.bandits import Bandit, bandit_agent, with_intercept
-from rljax.agents.base import Agent
+from rljax.agents.base import Agent, packed
 from rljax.envs import Environment
 from rljax.networks.distributions import pick
 from rljax.networks.torsos import ACTIVATIONS, MLP, dense
@@ -44,7 +43,7 @@ class Learner(struct.PyTreeNode):
 
     Attributes:
       network: parameters, of the layers and of the rewards that they predict.
-      opt_state: Adam's moments, of the parameters as one flat vector.
+      opt_state: Adam's moments, of the `packed` parameters.
       stats: of the last hidden layer, with a constant as its last feature.
       contexts, actions, rewards: ``[C, size]``, ``[C]``, ``[C]``, of the latest decisions, the oldest overwritten first.
       decisions: int32 ``[]``, those learned from.
@@ -94,7 +93,7 @@ def bandit(config: Config, num_actions: int, context_size: int) -> Bandit:
         params = network.init(key, jnp.zeros((1, context_size + 1)))
         return Learner(
             network=params,
-            opt_state=optimizer.init(ravel_pytree(params)[0]),
+            opt_state=optimizer.init(packed(params)[0]),
             stats=bandits.LinearStats(jnp.zeros((num_actions, size, size)), jnp.zeros((num_actions, size))),
             contexts=jnp.zeros((capacity, context_size)),
             actions=jnp.zeros(capacity, jnp.int32),
@@ -124,12 +123,12 @@ def bandit(config: Config, num_actions: int, context_size: int) -> Bandit:
         kept = jnp.minimum(learner.decisions, capacity)
         age = (learner.decisions - 1 - jnp.arange(capacity)) % capacity
         weights = jnp.where(jnp.arange(capacity) < kept, jnp.power(config.discount, age), 0.0)
-        params, unravel = ravel_pytree(learner.network)
+        params, unpack = packed(learner.network)
 
         def loss(params: Array, rows: Array) -> Array:
             """``w (f(x)_a - r)^2``, summed and divided by the sum of w."""
             apply: Any = network.apply
-            predicted = pick(apply(unravel(params), with_intercept(learner.contexts[rows]))[1], learner.actions[rows])
+            predicted = pick(apply(unpack(params), with_intercept(learner.contexts[rows]))[1], learner.actions[rows])
             errors = weights[rows] * jnp.square(predicted - learner.rewards[rows])
             return errors.sum() / jnp.maximum(weights[rows].sum(), 1e-6)
 
@@ -138,11 +137,11 @@ def bandit(config: Config, num_actions: int, context_size: int) -> Bandit:
             rows = jnp.minimum((uniforms * kept).astype(jnp.int32), capacity - 1)
             value, gradient = jax.value_and_grad(loss)(params, rows)
             direction, opt_state = optimizer.update(gradient, opt_state)
-            return (params - config.learning_rate * jnp.asarray(direction), opt_state), value
+            return (optax.tree.add_scale(params, -config.learning_rate, direction), opt_state), value
 
         uniforms = jax.random.uniform(key, (config.num_updates, config.batch_size))
         (params, opt_state), values = jax.lax.scan(gradient_step, (params, learner.opt_state), uniforms)
-        network_params = unravel(params)
+        network_params = unpack(params)
         x = features(network_params, learner.contexts)
         stats = bandits.linear_sums(x, learner.actions, learner.rewards, weights, num_actions)
         return learner.replace(network=network_params, opt_state=opt_state, stats=stats), {"loss/network": values.mean()}

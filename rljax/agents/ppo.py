@@ -14,9 +14,8 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 from jax import Array
-from jax.flatten_util import ravel_pytree
 
-from rljax.agents.base import Agent, whole
+from rljax.agents.base import Agent, packed, whole
 from rljax.agents.on_policy import (
     Episodes,
     acting,
@@ -90,7 +89,7 @@ class TrainState(struct.PyTreeNode):
 
     Attributes:
       params: the policy's parameters.
-      opt_state: Adam's moments, of the parameters as one flat vector.
+      opt_state: Adam's moments, of the `packed` parameters.
       key: typed PRNG key, advanced at every step.
       updates: int32 ``[]``, calls of ``step`` so far.
       world: ``(environment state, time step, policy carry)``, where the last rollout stopped; None of a language model.
@@ -164,7 +163,7 @@ def make(config: Config, env: Environment) -> Agent:
         has_leash = config.kl_coef is not None
         return TrainState(
             params=own,
-            opt_state=optimizer.init(ravel_pytree(own)[0]),
+            opt_state=optimizer.init(packed(own)[0]),
             key=key,
             updates=jnp.zeros((), jnp.int32),
             world=None if is_language else (env_state, timestep, policy.start(own, timestep)),
@@ -304,9 +303,8 @@ def make(config: Config, env: Environment) -> Agent:
         learning_rate = config.learning_rate * schedule(config.learning_rate_schedule, state.updates)
         clip_factor = schedule(config.clip_schedule, state.updates)
 
-        # The optimiser works on one flat vector: a few operations on one array instead of on a dozen small ones.
-        params, unravel = ravel_pytree(state.params)
-        gradient_of = jax.grad(lambda params, *args: loss(unravel(params), *args), has_aux=True)
+        params, unpack = packed(state.params)
+        gradient_of = jax.grad(lambda params, *args: loss(unpack(params), *args), has_aux=True)
 
         def minibatch_step(learner, columns):
             params, opt_state, stopped = learner
@@ -315,7 +313,7 @@ def make(config: Config, env: Environment) -> Agent:
             gradient, metrics = gradient_of(params, carry, minibatch, clip_factor, data)
             metrics["grad_norm"] = optax.tree.norm(gradient)
             direction, new_opt_state = optimizer.update(gradient, opt_state)
-            learner = (params - learning_rate * jnp.asarray(direction), new_opt_state, stopped)
+            learner = (optax.tree.add_scale(params, -learning_rate, direction), new_opt_state, stopped)
             if config.target_kl is not None:
                 stopped = stopped | (kl_to_old(metrics["log_ratio"]).mean() / share > config.target_kl)
                 learner = jax.tree.map(lambda old, new: jnp.where(stopped, old, new), (params, opt_state, stopped), learner)
@@ -344,7 +342,7 @@ def make(config: Config, env: Environment) -> Agent:
         if kl_coef is not None and config.kl_target is not None:
             measured = metrics["kl_reference/episode"]
             kl_coef = kl.adaptive_coefficient(kl_coef, measured, config.kl_target, config.kl_horizon, config.num_envs)
-        learned = (unravel(params), opt_state, key, state.updates + 1)
+        learned = (unpack(params), opt_state, key, state.updates + 1)
         return TrainState(*learned, world, stats, return_stats, running_return, state.reference, kl_coef), metrics
 
     start, act = acting(policy, lambda state, timestep: view(state.observation_stats, timestep))

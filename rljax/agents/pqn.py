@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 from jax import Array
-from jax.flatten_util import ravel_pytree
 
-from rljax.agents.base import Agent
+from rljax.agents.base import Agent, packed
 from rljax.agents.on_policy import episode_metrics, next_values, rollout, shuffled_minibatches
 from rljax.envs import Environment, TimeStep, vectorize
 from rljax.networks import EpsilonGreedy, Policy, PolicyOutput, action_values
@@ -50,7 +49,7 @@ class TrainState(struct.PyTreeNode):
 
     Attributes:
       params: the network's parameters.
-      opt_state: RAdam's moments, of the parameters as one flat vector.
+      opt_state: RAdam's moments, of the `packed` parameters.
       key: typed PRNG key, advanced at every step.
       updates: int32 ``[]``, calls of ``step`` so far.
       world: ``(environment state, time step, ())``, where the last rollout stopped.
@@ -104,7 +103,7 @@ def make(config: Config, env: Environment) -> Agent:
         key, env_key, params_key = jax.random.split(key, 3)
         env_state, timestep = envs.reset(env_key)
         params = policy.init(params_key, timestep)
-        opt_state = optimizer.init(ravel_pytree(params)[0])
+        opt_state = optimizer.init(packed(params)[0])
         return TrainState(params, opt_state, key, jnp.zeros((), jnp.int32), (env_state, timestep, ()))
 
     def loss(params: Any, timesteps: TimeStep, actions: Array, targets: Array) -> tuple[Array, dict[str, Array]]:
@@ -135,21 +134,21 @@ def make(config: Config, env: Environment) -> Agent:
 
         # Update.
         batch = jax.tree.map(lambda x: x.reshape(batch_size, *x.shape[2:]), (trajectory.starts, trajectory.samples, targets))
-        params, unravel = ravel_pytree(state.params)
-        gradient_of = jax.grad(lambda params, *args: loss(unravel(params), *args), has_aux=True)
+        params, unpack = packed(state.params)
+        gradient_of = jax.grad(lambda params, *args: loss(unpack(params), *args), has_aux=True)
 
         def minibatch_step(learner, rows):
             params, opt_state = learner
             gradient, metrics = gradient_of(params, *jax.tree.map(lambda x: x[rows], batch))
             direction, opt_state = optimizer.update(gradient, opt_state)
             metrics["grad_norm"] = optax.tree.norm(gradient)
-            return (params - learning_rate * jnp.asarray(direction), opt_state), metrics
+            return (optax.tree.add_scale(params, -learning_rate, direction), opt_state), metrics
 
         order = shuffled_minibatches(shuffle_key, batch_size, config.num_epochs, config.num_minibatches)
         (params, opt_state), per_minibatch = jax.lax.scan(minibatch_step, (params, state.opt_state), order)
         metrics: dict[str, Any] = jax.tree.map(jnp.mean, per_minibatch)
         metrics.update(epsilon=epsilon, learning_rate=learning_rate, **episode_metrics(transitions))
-        return TrainState(unravel(params), opt_state, key, state.updates + 1, world), metrics
+        return TrainState(unpack(params), opt_state, key, state.updates + 1, world), metrics
 
     def start(state: TrainState, timestep: TimeStep) -> tuple[()]:
         return ()

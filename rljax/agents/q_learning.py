@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 from jax import Array
-from jax.flatten_util import ravel_pytree
 
-from rljax.agents.base import Agent
+from rljax.agents.base import Agent, packed
 from rljax.agents.off_policy import Loop, act_and_learn, fill, fill_steps, update_target
 from rljax.envs import Discrete, TimeStep, VectorEnvironment
 from rljax.networks import EpsilonGreedy, Network
@@ -56,7 +55,7 @@ class TrainState(struct.PyTreeNode):
     Attributes:
       params: the online network's parameters.
       target_params: the target network's.
-      opt_state: Adam's moments, of the parameters as one flat vector.
+      opt_state: Adam's moments, of the `packed` parameters.
       key: typed PRNG key, advanced at every step.
       updates: int32 ``[]``, calls of ``step`` so far.
       world: ``(environment state, time step [N])``.
@@ -107,7 +106,7 @@ def q_learning(
         return TrainState(
             params=params,
             target_params=params,
-            opt_state=optimizer.init(ravel_pytree(params)[0]),
+            opt_state=optimizer.init(packed(params)[0]),
             key=key,
             updates=jnp.zeros((), jnp.int32),
             world=filled.world,
@@ -123,10 +122,10 @@ def q_learning(
         progress = (init_steps + state.updates * float(env_steps)) / anneal_steps
         epsilon = schedules.linear(progress, config.epsilon_start, config.epsilon_end, config.exploration_fraction)
         importance_exponent = schedules.linear(progress, config.importance_exponent, 1.0, 1.0)
-        params, unravel = ravel_pytree(state.params)
+        params, unpack = packed(state.params)
 
         def mean_loss(params, target_params, batch, weights):
-            losses, error, q = loss(unravel(params), target_params, batch)
+            losses, error, q = loss(unpack(params), target_params, batch)
             return (weights * losses).mean(), (error, q)
 
         gradient_of = jax.grad(mean_loss, has_aux=True)
@@ -137,7 +136,7 @@ def q_learning(
             return shapes.noise(explore_key), jax.random.uniform(sample_key, (config.num_updates, config.batch_size, 2))
 
         def behave(learner: Any, timestep: TimeStep, noise: Any) -> Array:
-            return policy(unravel(learner[0]), timestep, epsilon).from_noise(noise[0])
+            return policy(unpack(learner[0]), timestep, epsilon).from_noise(noise[0])
 
         def gradient_step(carry: Any, uniforms: Array) -> Any:
             (params, target_params, opt_state, count), buffer = carry
@@ -145,9 +144,9 @@ def q_learning(
             weights = jnp.ones(config.batch_size)
             if config.prioritized:
                 weights = replay.importance_weights(batch, buffer, importance_exponent)
-            gradient, (error, q) = gradient_of(params, unravel(target_params), batch, weights)
+            gradient, (error, q) = gradient_of(params, unpack(target_params), batch, weights)
             direction, opt_state = optimizer.update(gradient, opt_state)
-            params = params - config.learning_rate * jnp.asarray(direction)
+            params = optax.tree.add_scale(params, -config.learning_rate, direction)
             count = count + 1
             target_params = update_target(target_params, params, count, config.target_tau, config.target_every)
             buffer = replay.prioritize(buffer, batch.index, jnp.abs(error) + 1e-6, config.priority_exponent)
@@ -159,12 +158,12 @@ def q_learning(
             return learner, buffer, jax.tree.map(jnp.mean, metrics)
 
         count = state.updates * (config.num_steps * config.num_updates)
-        learner = (params, ravel_pytree(state.target_params)[0], state.opt_state, count)
+        learner = (params, packed(state.target_params)[0], state.opt_state, count)
         loop = Loop(learner, state.world, state.buffer)
         loop, metrics = act_and_learn(envs, loop, loop_key, config.num_steps, config.n_step, noise, behave, learn)
         params, target_params, opt_state, _ = loop.learner
         metrics["epsilon"] = epsilon
-        state = TrainState(unravel(params), unravel(target_params), opt_state, key, state.updates + 1, loop.world, loop.buffer)
+        state = TrainState(unpack(params), unpack(target_params), opt_state, key, state.updates + 1, loop.world, loop.buffer)
         return state, metrics
 
     def start(state: TrainState, timestep: TimeStep) -> tuple[()]:

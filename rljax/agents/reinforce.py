@@ -15,7 +15,7 @@ from flax import struct
 from jax import Array
 from jax.flatten_util import ravel_pytree
 
-from rljax.agents.base import Agent
+from rljax.agents.base import Agent, packed
 from rljax.agents.on_policy import Episodes, acting, first_episodes
 from rljax.envs import Environment, group, host
 from rljax.networks import PolicyOutput, actor_critic
@@ -49,7 +49,7 @@ class TrainState(struct.PyTreeNode):
 
     Attributes:
       params: the policy's parameters, the value's among them.
-      opt_state: Adam's moments, of the parameters as one flat vector.
+      opt_state: Adam's moments, of the `packed` parameters.
       key: typed PRNG key, advanced at every step.
     """
 
@@ -84,7 +84,7 @@ def make(config: Config, env: Environment) -> Agent:
         env_state, timestep = envs.reset(env_key)
         host.release(env, env_state)
         params = policy.init(params_key, timestep)
-        return TrainState(params, optimizer.init(ravel_pytree(params)[0]), key)
+        return TrainState(params, optimizer.init(packed(params)[0]), key)
 
     def baseline(targets: Array, values: Array, mask: Array) -> Array:
         """``b_t``, ``[T, B]``."""
@@ -139,14 +139,14 @@ def make(config: Config, env: Environment) -> Agent:
         advantages = targets - baseline(targets, unroll(state.params, episodes).value, episodes.mask)
 
         # Update.
-        params, unravel = ravel_pytree(state.params)
-        gradient_of = jax.grad(lambda params, *args: loss(unravel(params), *args), has_aux=True)
+        params, unpack = packed(state.params)
+        gradient_of = jax.grad(lambda params, *args: loss(unpack(params), *args), has_aux=True)
         gradient, metrics = gradient_of(params, episodes, advantages, targets)
         metrics["grad_norm"] = optax.tree.norm(gradient)
         if config.gradient_variance:
             metrics["gradient_variance"] = gradient_variance(state.params, episodes, advantages)
         direction, opt_state = optimizer.update(gradient, state.opt_state)
-        params = unravel(params - config.learning_rate * jnp.asarray(direction))
+        params = unpack(optax.tree.add_scale(params, -config.learning_rate, direction))
         return TrainState(params, opt_state, key), {**metrics, **episodes.metrics()}
 
     return Agent(init, step, *acting(policy), env_steps=config.num_envs * config.num_steps)

@@ -12,9 +12,8 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 from jax import Array
-from jax.flatten_util import ravel_pytree
 
-from rljax.agents.base import Agent
+from rljax.agents.base import Agent, packed
 from rljax.agents.off_policy import Loop, act_and_learn, fill, fill_steps, update_target
 from rljax.envs import Discrete, Environment, Space, TimeStep, vectorize
 from rljax.networks import Categorical, Network, TanhGaussian, action_values, continuous_critics, feed_forward
@@ -54,7 +53,7 @@ class TrainState(struct.PyTreeNode):
     Attributes:
       params: ``{"actor", "critics", "log_temperature"}``.
       target_critics: parameters of the target critics.
-      opt_state: Adam's moments, of the parameters as one flat vector.
+      opt_state: Adam's moments, of the `packed` parameters.
       key: typed PRNG key, advanced at every step.
       updates: int32 ``[]``, calls of ``step`` so far.
       world: ``(environment state, time step [N])``.
@@ -230,7 +229,7 @@ def make(config: Config, env: Environment) -> Agent:
         return TrainState(
             params=params,
             target_critics=params["critics"],
-            opt_state=optimizer.init(ravel_pytree(params)[0]),
+            opt_state=optimizer.init(packed(params)[0]),
             key=key,
             updates=jnp.zeros((), jnp.int32),
             world=filled.world,
@@ -239,8 +238,8 @@ def make(config: Config, env: Environment) -> Agent:
 
     def step(state: TrainState, data: None = None) -> tuple[TrainState, dict[str, Any]]:
         key, loop_key = jax.random.split(state.key)
-        params, unravel = ravel_pytree(state.params)
-        gradient_of = jax.grad(lambda params, *args: loss(unravel(params), *args), has_aux=True)
+        params, unpack = packed(state.params)
+        gradient_of = jax.grad(lambda params, *args: loss(unpack(params), *args), has_aux=True)
 
         def noise(key: Array) -> tuple[Array, tuple[Array, Array]]:
             behave_key, learn_key, sample_key = jax.random.split(key, 3)
@@ -249,7 +248,7 @@ def make(config: Config, env: Environment) -> Agent:
             return actions.noise(behave_key, (config.num_envs,)), (learn_noise, jax.random.uniform(sample_key, (*size, 2)))
 
         def behave(learner: Any, timestep: TimeStep, noise: Any) -> Array:
-            distribution = policy(unravel(learner[0])["actor"], timestep.observation, timestep.action_mask)
+            distribution = policy(unpack(learner[0])["actor"], timestep.observation, timestep.action_mask)
             return distribution.to_action(distribution.from_noise(noise[0]))
 
         def learn(learner: Any, buffer: replay.Replay, noise: Any) -> Any:
@@ -259,9 +258,9 @@ def make(config: Config, env: Environment) -> Agent:
                 batch = replay.sample(buffer, uniforms, config.discount)
                 gradient, metrics = gradient_of(params, target_critics, batch, policy_noise)
                 direction, opt_state = optimizer.update(gradient, opt_state)
-                params = params - config.learning_rate * jnp.asarray(direction)
+                params = optax.tree.add_scale(params, -config.learning_rate, direction)
                 count = count + 1
-                critics = unravel(params)["critics"]
+                critics = unpack(params)["critics"]
                 target_critics = update_target(target_critics, critics, count, config.target_tau, config.target_every)
                 return (params, target_critics, opt_state, count), metrics
 
@@ -272,7 +271,7 @@ def make(config: Config, env: Environment) -> Agent:
         loop = Loop((params, state.target_critics, state.opt_state, count), state.world, state.buffer)
         loop, metrics = act_and_learn(envs, loop, loop_key, config.num_steps, 1, noise, behave, learn)
         params, target_critics, opt_state, _ = loop.learner
-        return TrainState(unravel(params), target_critics, opt_state, key, state.updates + 1, loop.world, loop.buffer), metrics
+        return TrainState(unpack(params), target_critics, opt_state, key, state.updates + 1, loop.world, loop.buffer), metrics
 
     def start(state: TrainState, timestep: TimeStep) -> tuple[()]:
         return ()

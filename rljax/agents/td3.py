@@ -12,9 +12,8 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 from jax import Array
-from jax.flatten_util import ravel_pytree
 
-from rljax.agents.base import Agent
+from rljax.agents.base import Agent, packed
 from rljax.agents.off_policy import Loop, act_and_learn, fill, fill_steps
 from rljax.envs import Environment, Space, TimeStep, vectorize
 from rljax.networks import Network, continuous_critics, feed_forward
@@ -50,7 +49,7 @@ class TrainState(struct.PyTreeNode):
     Attributes:
       params: ``{"actor", "critics"}``.
       target_params: the same of the target networks.
-      opt_states: Adam's moments of each of the two, as flat vectors.
+      opt_states: Adam's moments of each of the two, `packed`.
       key: typed PRNG key, advanced at every step.
       world: ``(environment state, time step [N])``.
       buffer: the replay.
@@ -94,10 +93,10 @@ def networks(config: Any, observation_space: Space, action_space: Space) -> tupl
 
 
 def adam_step(config: Any, params: Any, gradient: Any, opt_state: Any) -> tuple[Any, Any]:
-    """``(params, opt_state)`` after a step of Adam on parameters as one flat vector."""
-    flat, unravel = ravel_pytree(params)
-    direction, opt_state = optax.scale_by_adam(eps=config.adam_eps).update(ravel_pytree(gradient)[0], opt_state)
-    return unravel(flat - config.learning_rate * jnp.asarray(direction)), opt_state
+    """``(params, opt_state)`` after a step of Adam."""
+    trained, unpack = packed(params)
+    direction, opt_state = optax.scale_by_adam(eps=config.adam_eps).update(packed(gradient)[0], opt_state)
+    return unpack(optax.tree.add_scale(trained, -config.learning_rate, direction)), opt_state
 
 
 def make(config: Config, env: Environment) -> Agent:
@@ -128,7 +127,7 @@ def make(config: Config, env: Environment) -> Agent:
         return TrainState(
             params=params,
             target_params=params,
-            opt_states={name: optimizer.init(ravel_pytree(part)[0]) for name, part in params.items()},
+            opt_states={name: optimizer.init(packed(part)[0]) for name, part in params.items()},
             key=key,
             world=filled.world,
             buffer=filled.buffer,

@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 from jax import Array
-from jax.flatten_util import ravel_pytree
 
-from rljax.agents.base import Agent
+from rljax.agents.base import Agent, packed
 from rljax.agents.offline import example, learn, single_steps, stats_of, view
 from rljax.agents.td3 import adam_step, networks
 from rljax.envs import Environment, TimeStep
@@ -46,7 +45,7 @@ class TrainState(struct.PyTreeNode):
     Attributes:
       params: ``{"actor", "critics"}``.
       target_params: the same of the target networks.
-      opt_states: Adam's moments of each of the two, as flat vectors.
+      opt_states: Adam's moments of each of the two, `packed`.
       key: typed PRNG key, advanced at every step.
       observation_stats: of the data.
     """
@@ -79,7 +78,7 @@ def make(config: Config, env: Environment) -> Agent:
         timestep, action = example(env, env_key)
         observation = timestep.observation
         params = {"actor": actor.init(actor_key, observation), "critics": critics.init(critics_key, observation, action)}
-        opt_states = {name: optimizer.init(ravel_pytree(part)[0]) for name, part in params.items()}
+        opt_states = {name: optimizer.init(packed(part)[0]) for name, part in params.items()}
         return TrainState(params, params, opt_states, key, stats)
 
     def policy_loss(params: Any, critic_params: Any, batch: replay.Batch) -> tuple[Array, dict[str, Array]]:
