@@ -215,6 +215,15 @@ def test_drawn_steps_use_a_key_and_a_start_once():
     assert len(np.unique(draw.start[1].observation[..., 0])) == T * N
 
 
+@pytest.mark.parametrize("num_steps", [1, 2, 7])
+def test_starts_are_those_of_their_keys(num_steps):
+    """However they are drawn, in halves and with a step left over."""
+    keys = jax.random.split(jax.random.key(0), (num_steps, N))
+    expected = jax.vmap(jax.vmap(FRESH.env.reset))(keys)
+    for x, y in zip(jax.tree.leaves(jit(FRESH._starts)(keys)), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-6)
+
+
 def test_a_rollout_depends_on_nothing_but_the_key():
     a, b, c = rollout(FRESH)[1], rollout(FRESH)[1], rollout(FRESH, 1)[1]
     np.testing.assert_array_equal(a.observation, b.observation)

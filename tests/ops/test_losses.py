@@ -135,6 +135,16 @@ def test_clipped_value_loss_by_hand(value, old, target, loss, gradient):
     assert [float(x) for x in jax.value_and_grad(function)(value)] == [loss, gradient]
 
 
+def test_inside_the_range_the_value_loss_is_the_plain_one():
+    """Exactly, gradient included: rounding must not pass for clipping."""
+    rng = np.random.default_rng(0)
+    old, target = jnp.asarray(rng.normal(size=(2, 1000)), jnp.float32) * 37
+    value = old + jnp.asarray(rng.uniform(-0.49, 0.49, 1000), jnp.float32)
+    clipped = jax.value_and_grad(lambda v: losses.clipped_value_loss(v, old, target, 0.5).sum())(value)
+    plain = jax.value_and_grad(lambda v: losses.squared_error(v, target).sum())(value)
+    jax.tree.map(np.testing.assert_array_equal, clipped, plain)
+
+
 def test_squared_error():
     np.testing.assert_array_equal(losses.squared_error(jnp.array([1.0, 4.0]), jnp.array([3.0, 4.0])), [2.0, 0.0])
 
