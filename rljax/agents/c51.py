@@ -59,6 +59,7 @@ def make(config: Config, env: Environment) -> Agent:
         config.activation,
         duelling=config.duelling,
         atoms=config.num_atoms,
+        initialization=config.initialization,
     )
     bounds = (config.value_min, config.value_max)
     if not any(isinstance(x, Tracer) for x in bounds) and not config.value_min < config.value_max:

@@ -46,7 +46,13 @@ def make(config: Config, env: Environment) -> Agent:
         what `q_learning` raises.
     """
     network = action_values(
-        env.observation_space, env.action_space, config.network, config.hidden, config.activation, duelling=config.duelling
+        env.observation_space,
+        env.action_space,
+        config.network,
+        config.hidden,
+        config.activation,
+        duelling=config.duelling,
+        initialization=config.initialization,
     )
 
     def loss(params: Any, target_params: Any, batch: replay.Batch) -> tuple[Array, Array, Array]:

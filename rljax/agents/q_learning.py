@@ -14,7 +14,7 @@ from rljax.agents.off_policy import Loop, act_and_learn, fill, fill_steps, updat
 from rljax.envs import Discrete, TimeStep, VectorEnvironment
 from rljax.networks import EpsilonGreedy, Network
 from rljax.networks.distributions import mask_logits
-from rljax.networks.torsos import ACTIVATIONS
+from rljax.networks.torsos import ACTIVATIONS, INITIALIZATIONS
 from rljax.networks.values import FEED_FORWARD
 from rljax.ops import replay, schedules
 from rljax.options import config, static, traced
@@ -33,6 +33,9 @@ class QLearningConfig:
     max_grad_norm: float = traced(10.0, "bound on the gradient's global norm", above=0)
     adam_eps: float = traced(1e-8, "Adam's epsilon", above=0)
     anneal_steps: float | None = traced(None, "environment steps that schedules refer to; none: the run's total_steps", above=0)
+    learning_rate_schedule: str = static(
+        "constant", "of the learning rate, to 0 over anneal_steps", choices=("constant", "linear")
+    )
     double: bool = static(True, "the online network chooses the next action, the target network values it")
     duelling: bool = static(False, "network of a state value and advantages")
     n_step: int = static(1, "rewards before the bootstrap", low=1)
@@ -47,6 +50,7 @@ class QLearningConfig:
     network: str = static("mlp", "torso of the action values", choices=FEED_FORWARD)
     hidden: tuple[int, ...] = static((120, 84), "sizes of the hidden layers")
     activation: str = static("relu", "of the hidden layers", choices=tuple(ACTIVATIONS))
+    initialization: str = static("orthogonal", "of dense layers; uniform: within 1/sqrt(inputs)", choices=INITIALIZATIONS)
 
 
 class TrainState(struct.PyTreeNode):
@@ -122,6 +126,9 @@ def q_learning(
         progress = (init_steps + state.updates * float(env_steps)) / anneal_steps
         epsilon = schedules.linear(progress, config.epsilon_start, config.epsilon_end, config.exploration_fraction)
         importance_exponent = schedules.linear(progress, config.importance_exponent, 1.0, 1.0)
+        learning_rate = config.learning_rate
+        if config.learning_rate_schedule == "linear":
+            learning_rate = schedules.linear(progress, learning_rate, 0.0, 1.0)
         params, unpack = packed(state.params)
 
         def mean_loss(params, target_params, batch, weights):
@@ -146,7 +153,7 @@ def q_learning(
                 weights = replay.importance_weights(batch, buffer, importance_exponent)
             gradient, (error, q) = gradient_of(params, unpack(target_params), batch, weights)
             direction, opt_state = optimizer.update(gradient, opt_state)
-            params = optax.tree.add_scale(params, -config.learning_rate, direction)
+            params = optax.tree.add_scale(params, -learning_rate, direction)
             count = count + 1
             target_params = update_target(target_params, params, count, config.target_tau, config.target_every)
             buffer = replay.prioritize(buffer, batch.index, jnp.abs(error) + 1e-6, config.priority_exponent)

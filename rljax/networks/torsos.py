@@ -23,6 +23,8 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 }
 
 
+INITIALIZATIONS = ("orthogonal", "uniform")  # of `dense`
+
 SMALL_PRODUCT = 2048  # multiplications
 
 
@@ -70,9 +72,15 @@ def _product(x: Array, kernel: Array, dimensions: Any, **options: Any) -> Array:
     return (fused if size <= SMALL_PRODUCT else called)(x, kernel)
 
 
-def dense(features: int, scale: float = math.sqrt(2.0)) -> nn.Dense:
-    """A dense layer with orthogonal weights times ``scale`` and zero bias, as PPO uses it (arXiv 2006.05990, section 3.2)."""
-    return nn.Dense(features, kernel_init=orthogonal(scale), bias_init=nn.initializers.zeros_init(), dot_general=_product)
+def dense(features: int, scale: float = math.sqrt(2.0), initialization: str = "orthogonal") -> nn.Dense:
+    """A dense layer with zero bias, and with weights that are
+
+    - orthogonal times ``scale``, as PPO uses them (arXiv 2006.05990, section 3.2); or
+    - "uniform" within ``1 / sqrt(inputs)``, a variance of ``1 / (3 inputs)``, whatever the scale, as PyTorch's layers.
+    """
+    uniform = nn.initializers.variance_scaling(1.0 / 3.0, "fan_in", "uniform")
+    init = orthogonal(scale) if initialization == "orthogonal" else uniform
+    return nn.Dense(features, kernel_init=init, bias_init=nn.initializers.zeros_init(), dot_general=_product)
 
 
 class MLP(nn.Module):
@@ -81,12 +89,13 @@ class MLP(nn.Module):
     hidden: tuple[int, ...]
     activation: str
     layer_norm: bool = False
+    initialization: str = "orthogonal"
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
         x = x.reshape(x.shape[0], -1)
         for features in self.hidden:
-            x = dense(features)(x)
+            x = dense(features, initialization=self.initialization)(x)
             x = ACTIVATIONS[self.activation](nn.LayerNorm()(x) if self.layer_norm else x)
         return x
 
@@ -97,12 +106,13 @@ class MinAtarCNN(nn.Module):
     hidden: tuple[int, ...]
     activation: str
     layer_norm: bool = False
+    initialization: str = "orthogonal"  # of the dense layers
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
         x = nn.Conv(16, (3, 3), padding="VALID", kernel_init=orthogonal(math.sqrt(2.0)))(x)
         x = ACTIVATIONS[self.activation](nn.LayerNorm()(x) if self.layer_norm else x)
-        return MLP(self.hidden, self.activation, self.layer_norm)(x)
+        return MLP(self.hidden, self.activation, self.layer_norm, self.initialization)(x)
 
 
 class ResettableGRU(nn.Module):

@@ -42,17 +42,22 @@ class Head(nn.Module):
     scale: float
     layer_norm: bool
     duelling_actions: int  # 0: no duelling
+    initialization: str
 
     @nn.compact
     def __call__(self, observation: Array) -> Array:
         x = as_features(observation, self.num_categories)
-        torso = MinAtarCNN if self.network == "minatar_cnn" else MLP
-        outputs = dense(self.num_outputs, self.scale)(torso(self.hidden, self.activation, self.layer_norm)(x))
+
+        def stream(num_outputs: int) -> Array:
+            torso = MinAtarCNN if self.network == "minatar_cnn" else MLP
+            features = torso(self.hidden, self.activation, self.layer_norm, self.initialization)(x)
+            return dense(num_outputs, self.scale, self.initialization)(features)
+
+        outputs = stream(self.num_outputs)
         if not self.duelling_actions:
             return outputs
         advantages = outputs.reshape(x.shape[0], self.duelling_actions, -1)
-        values = torso(self.hidden, self.activation, self.layer_norm)(x)
-        values = dense(advantages.shape[-1], self.scale)(values)
+        values = stream(advantages.shape[-1])
         return (values[:, None] + advantages - advantages.mean(1, keepdims=True)).reshape(outputs.shape)
 
 
@@ -82,6 +87,7 @@ def feed_forward(
     scale: float = 0.01,
     layer_norm: bool = False,
     duelling_actions: int = 0,
+    initialization: str = "orthogonal",
 ) -> Network:
     """``observation [M, ...] -> [M, num_outputs]``; the last layer starts at ``scale``.
 
@@ -89,8 +95,8 @@ def feed_forward(
       ValueError: the network cannot take the observations; names the config key.
     """
     check_observations(observation_space, network, FEED_FORWARD)
-    head = Head(network, hidden, activation, num_outputs, _categories(observation_space), scale, layer_norm, duelling_actions)
-    return _bind(head)
+    sizes = (network, hidden, activation, num_outputs, _categories(observation_space))
+    return _bind(Head(*sizes, scale, layer_norm, duelling_actions, initialization))
 
 
 def action_values(
@@ -103,6 +109,7 @@ def action_values(
     duelling: bool = False,
     atoms: int | None = None,
     layer_norm: bool = False,
+    initialization: str = "orthogonal",
 ) -> Network:
     """``observation [M, ...] -> Q [M, A]``, or ``[M, A, atoms]``, of discrete actions.
 
@@ -124,6 +131,7 @@ def action_values(
         scale=1.0,
         layer_norm=layer_norm,
         duelling_actions=size if duelling else 0,
+        initialization=initialization,
     )
     if atoms is None:
         return values

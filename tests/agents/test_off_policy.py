@@ -1,12 +1,14 @@
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import rljax
-from rljax.agents import dqn, grpo, sac, td3
+from rljax.agents import c51, dqn, grpo, sac, td3
 from rljax.agents.off_policy import fill, fill_steps, update_target
 from rljax.envs import vectorize
 from rljax.ops import replay
@@ -35,6 +37,28 @@ def test_hard_target_updates_are_counted_in_gradient_steps():
         assert moved == (call * 24 // 16 > (call - 1) * 24 // 16)
         equal = all(np.all(a == b) for a, b in zip(*map(jax.tree.leaves, (state.params, state.target_params)), strict=True))
         assert equal == (call * 24 % 16 == 0)
+
+
+def test_a_linear_learning_rate_reaches_zero():
+    config = dqn.Config(**SMALL, anneal_steps=128.0, learning_rate_schedule="linear")  # 32 steps of init, 32 a call
+    agent = dqn.make(config, rljax.make_env("CartPole-v1"))
+    step, states = jax.jit(agent.step), [agent.init(jax.random.key(0))]
+    for _ in range(4):
+        states.append(step(states[-1])[0])
+    moved = [float(optax.tree.norm(optax.tree.sub(b.params, a.params))) for a, b in itertools.pairwise(states)]
+    assert moved[0] > moved[2] > moved[3] == 0
+
+
+@pytest.mark.parametrize("name", ["dqn", "c51"])
+def test_initialization_of_every_dense_layer(name):
+    module = {"dqn": dqn, "c51": c51}[name]
+    config = module.Config(**SMALL, anneal_steps=1000.0, duelling=True, initialization="uniform")
+    params = module.make(config, rljax.make_env("CartPole-v1")).init(jax.random.key(0)).params
+    kernels = [x for x in jax.tree.leaves(params) if x.ndim == 2]
+    assert len(kernels) == 4
+    for kernel in kernels:
+        bound = 1 / np.sqrt(kernel.shape[0])
+        assert 0.8 * bound < np.abs(kernel).max() <= bound
 
 
 def batch_of(returns, bootstrap, mask=None):

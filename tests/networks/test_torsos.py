@@ -92,6 +92,14 @@ def test_gru_by_hand():
     np.testing.assert_array_equal(end, outputs[-1])
 
 
+def test_uniform_weights_are_within_one_over_the_root_of_the_inputs():
+    params = dense(300, initialization="uniform").init(jax.random.key(0), jnp.zeros((1, 100)))["params"]
+    kernel = np.asarray(params["kernel"])
+    assert np.abs(kernel).max() <= 0.1
+    assert kernel.std() == pytest.approx(0.1 / math.sqrt(3), rel=0.01)
+    assert not params["bias"].any()
+
+
 def test_dense_layer_on_few_rows_and_on_many():
     """Few rows are multiplied another way; values and gradients are the same."""
     layer = dense(5)
