@@ -65,6 +65,7 @@ TARGETS = {
     "a2c_acrobot": (">= -83 within 500k", "-83, rl-baselines3-zoo, A2C at 500k"),
     "dqn_cartpole": ("500 within 50k", "rl-baselines3-zoo, DQN at 50k"),
     "dqn_acrobot": (">= -76.6 within 100k", "-76.6, rl-baselines3-zoo, DQN at 100k"),
+    "dqn_mountain_car": (">= -101 within 120k", "-101, rl-baselines3-zoo, DQN at 120k"),
     "c51_cartpole": ("500 within 50k", "as for DQN"),
     "pqn_cartpole": ("500", "the most that 500 steps pay"),
     "pqn_breakout": (">= 25 within 10M", "28, gymnax README, PPO at 10M"),
