@@ -319,7 +319,9 @@ def shuffled_minibatches(key: Array, size: int, num_epochs: int, num_minibatches
     Equal random parts come out in index order, which changes nothing inside a minibatch.
     """
     low_bits = jnp.uint32((1 << (size - 1).bit_length()) - 1)
-    words = jax.random.bits(key, (num_epochs, size), jnp.uint32)
+    # Drawn in two halves, as `VectorEnvironment` draws starts, and for its reason.
+    shapes = [(num_epochs // 2, size), (num_epochs - num_epochs // 2, size)]
+    words = jnp.concatenate([jax.random.bits(*drawn, jnp.uint32) for drawn in zip(jax.random.split(key), shapes, strict=True)])
     order = jnp.sort((words & ~low_bits) | jnp.arange(size, dtype=jnp.uint32)) & low_bits
     return spread(order.astype(jnp.int32).reshape(num_epochs * num_minibatches, -1), axis=1)
 
