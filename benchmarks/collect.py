@@ -31,8 +31,8 @@ gymnax 0.0.9."""
 SPEED_OF = {
     "ppo": """The peers map several seeds on one device. rejax clips gradients by value and has no setting for Adam's epsilon. The
 return is that of training, and of an evaluation for rejax and brax. Targets: one seed 1.3 times rejax and purejaxrl, eight seeds
-1.7, 2,048 environments 1.2, Stable-Baselines3 30. Where there are two cores, XLA hands small operations of one seed from one to
-the other, which costs rljax some of its speed and the peers nothing; `taskset -c 0 rljax run ...` keeps it to one.""",
+1.7, 2,048 environments 1.2, Stable-Baselines3 30. Where there are two cores, XLA hands operations of one seed from one to the
+other; with every metric that costs a fifth, and `taskset -c 0 rljax run ...` keeps them on one.""",
     "dqn": """One gradient step follows each step of all environments. Filling the buffer at first is not timed. The return is of
 32 episodes after training. rejax draws a batch without replacement, at a cost that grows with the buffer. Against SBX, both take
 Huber's loss and no double Q, as it does; its two layers have 120 units each.""",
