@@ -176,8 +176,8 @@ def test_illegal_actions_are_never_taken_and_legal_ones_are_learned(name):
 @pytest.mark.parametrize("name", CONTINUOUS)
 def test_continuous_actions(name):
     env = probes.ContinuousTarget()
-    # At 2e-2 the deviation of GRPO and PPO goes to 0 within thirty updates, and what is then made of equal rewards throws them off,
-    # PPO in two of three seeds; at 1e-2, in none of 24.
+    # At 2e-2 the deviation of GRPO and PPO goes to 0 within thirty updates, and what is then made of equal rewards throws them
+    # off, PPO in two of three seeds; at 1e-2, in none of 24.
     changes = {"learning_rate": 1e-2 if name in ("grpo", "ppo") else 2e-2} if name in ("reinforce", "a2c", "ppo", "grpo") else {}
     agent, state, _ = train(name, env, **changes)
     assert greedy_return(agent, env, state) > -0.1
