@@ -13,9 +13,8 @@ from jax import Array
 from jax.core import Tracer
 
 from rljax.agents.base import Agent
-from rljax.agents.q_learning import QLearningConfig, q_learning
+from rljax.agents.q_learning import QLearningConfig, q_learning, value_network
 from rljax.envs import Environment, vectorize
-from rljax.networks import action_values
 from rljax.networks.distributions import mask_logits
 from rljax.ops import replay
 from rljax.options import config, static, traced
@@ -51,16 +50,7 @@ def make(config: Config, env: Environment) -> Agent:
       ValueError: one line that names the key: actions that are not Discrete, observations that the network cannot take, an
         empty support, and what `q_learning` raises.
     """
-    network = action_values(
-        env.observation_space,
-        env.action_space,
-        config.network,
-        config.hidden,
-        config.activation,
-        duelling=config.duelling,
-        atoms=config.num_atoms,
-        initialization=config.initialization,
-    )
+    network = value_network(config, env, config.num_atoms)
     bounds = (config.value_min, config.value_max)
     if not any(isinstance(x, Tracer) for x in bounds) and not config.value_min < config.value_max:
         raise ValueError(f"algo.value_max ({config.value_max}) must be above algo.value_min ({config.value_min})")

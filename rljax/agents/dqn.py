@@ -13,9 +13,8 @@ import optax
 from jax import Array
 
 from rljax.agents.base import Agent
-from rljax.agents.q_learning import QLearningConfig, q_learning
+from rljax.agents.q_learning import QLearningConfig, q_learning, value_network
 from rljax.envs import Environment, vectorize
-from rljax.networks import action_values
 from rljax.networks.distributions import mask_logits, pick
 from rljax.ops import replay
 from rljax.options import config, traced
@@ -45,15 +44,7 @@ def make(config: Config, env: Environment) -> Agent:
       ValueError: one line that names the key: actions that are not Discrete, observations that the network cannot take, and
         what `q_learning` raises.
     """
-    network = action_values(
-        env.observation_space,
-        env.action_space,
-        config.network,
-        config.hidden,
-        config.activation,
-        duelling=config.duelling,
-        initialization=config.initialization,
-    )
+    network = value_network(config, env)
 
     def loss(params: Any, target_params: Any, batch: replay.Batch) -> tuple[Array, Array, Array]:
         q_target = network.apply(target_params, batch.next_observation)

@@ -11,8 +11,8 @@ from jax import Array
 
 from rljax.agents.base import Agent, packed
 from rljax.agents.off_policy import Loop, act_and_learn, fill, fill_steps, update_target
-from rljax.envs import Discrete, TimeStep, VectorEnvironment
-from rljax.networks import EpsilonGreedy, Network
+from rljax.envs import Discrete, Environment, TimeStep, VectorEnvironment
+from rljax.networks import EpsilonGreedy, Network, action_values
 from rljax.networks.distributions import mask_logits
 from rljax.networks.torsos import ACTIVATIONS, INITIALIZATIONS
 from rljax.networks.values import FEED_FORWARD
@@ -73,6 +73,20 @@ class TrainState(struct.PyTreeNode):
     updates: Array
     world: Any
     buffer: replay.Replay
+
+
+def value_network(config: QLearningConfig, env: Environment, atoms: int | None = None) -> Network:
+    """`action_values` of a config: ``observation [M, ...] -> Q [M, A]``, or ``[M, A, atoms]``; raises what that raises."""
+    return action_values(
+        env.observation_space,
+        env.action_space,
+        config.network,
+        config.hidden,
+        config.activation,
+        duelling=config.duelling,
+        atoms=atoms,
+        initialization=config.initialization,
+    )
 
 
 def q_learning(

@@ -1,4 +1,4 @@
-"""What every agent is made of."""
+"""Parameters as one flat vector, or as they are."""
 
 import jax
 import jax.numpy as jnp
